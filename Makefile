@@ -1,0 +1,44 @@
+# make help lists what there is to do.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup test test-slow check format figures bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed  ## make .venv and install what is needed, once
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	touch $@
+
+test: setup  ## run the tests
+	$(BIN)/python -m pytest
+
+test-slow: setup  ## run the tests that take minutes or gigabytes
+	$(BIN)/python -m pytest -m slow
+
+check: setup  ## lint, formatting and types, then the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: setup  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+figures: setup  ## draw the pictures in docs/figures anew
+	$(BIN)/python docs/draw_figures.py
+
+bench: setup  ## compare speed with diffusers on this machine
+	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/forward.py
+
+clean:  ## remove .venv and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""Frozen dataclasses from dictionaries that people and other programs write: unknown and missing keys are errors."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, get_type_hints
+
+from atoll.errors import InputError, unknown
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: object, what: str) -> T:
+    """An instance of the dataclass `cls` from a mapping. `what` names it to the reader of an error."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{what} must be a table of keys and values, but is {values!r:.80}")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise unknown(f"key of {what}", key, known)
+    for name, f in known.items():
+        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise InputError(f"{what} lacks the key {name!r}: add it")
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        if not _fits(value, hints[key]):
+            kind = getattr(hints[key], "__name__", hints[key])
+            raise InputError(f"{key} of {what} must be of type {kind}, but is {value!r}")
+    return cls(**values)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value from JSON or TOML fits a plain type or a union of them; other types check themselves."""
+    options = getattr(hint, "__args__", (hint,))
+    if not all(option in (int, float, str, bool, type(None)) for option in options):
+        return True
+    if isinstance(value, int) and not isinstance(value, bool) and float in options:
+        return True
+    return type(value) in options

@@ -1,0 +1,1 @@
+"""The mathematics: schedules, predictions, transfer between paths, objectives, solvers. Needs torch alone."""

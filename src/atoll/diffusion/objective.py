@@ -1,0 +1,85 @@
+"""What an expert is trained on: a prediction, a schedule, a law for times and a weighting."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.diffusion.prediction import Prediction, output_for, x0_weight
+from atoll.diffusion.schedules import Schedule, check_times, get_schedule, interior
+from atoll.diffusion.transfer import Predict
+from atoll.errors import InputError, unknown
+
+TIMES = ("uniform", "logit-normal")
+WEIGHTINGS = ("plain", "min-snr")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One expert's training objective; `OBJECTIVES` has the usual ones by name."""
+
+    prediction: Prediction
+    schedule: str
+    time: str = "uniform"
+    weighting: str = "plain"
+    time_mean: float = 0.0  # of logit(t), for logit-normal times
+    time_std: float = 1.0
+    min_snr_gamma: float = 5.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prediction", Prediction(self.prediction))
+        get_schedule(self.schedule)
+        if self.time not in TIMES:
+            raise unknown("time sampling", self.time, TIMES)
+        if self.weighting not in WEIGHTINGS:
+            raise unknown("weighting", self.weighting, WEIGHTINGS)
+        for name in ("time_std", "min_snr_gamma"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} must be above 0, but is {getattr(self, name)!r}")
+
+    @property
+    def path(self) -> Schedule:
+        return get_schedule(self.schedule)
+
+    def sample_times(self, num: int, generator: torch.Generator | None = None) -> Tensor:
+        """num times in [0, 1], drawn on the generator's device."""
+        device = None if generator is None else generator.device
+        if self.time == "uniform":
+            return torch.rand(num, generator=generator, device=device)
+        normal = torch.randn(num, generator=generator, device=device)
+        return torch.sigmoid(self.time_mean + self.time_std * normal)
+
+    def weight(self, t: Tensor) -> Tensor:
+        """The factor on the squared error at t; min-SNR makes the weight of the x0 error min(SNR, gamma)."""
+        if self.weighting == "plain":
+            return torch.ones_like(t)
+        at = self.path(interior(t))
+        snr = (at.alpha / at.sigma) ** 2
+        return snr.clamp(max=self.min_snr_gamma) / x0_weight(self.prediction, at)
+
+    def loss(self, predict: Predict, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """The weighted mean squared error of each sample (Eq. 3 for DDPM, Eq. 4 for flow matching): [B]."""
+        if x0.shape != eps.shape:
+            raise InputError(f"x0 has shape {list(x0.shape)} but the noise has {list(eps.shape)}: they must agree")
+        check_times(t)
+        at = self.path(t)
+        alpha, sigma, _, _ = at.over(x0)
+        output = predict(alpha * x0 + sigma * eps, t)
+        # The tables' d_sigma is infinite only at clean data, outside [0, 1]: targets are finite everywhere.
+        target = output_for(self.prediction, x0, eps, at)
+        return self.weight(t) * ((output - target) ** 2).flatten(1).mean(1)
+
+
+OBJECTIVES = {
+    "fm": Objective(Prediction.VELOCITY, "linear"),
+    "fm-logit-normal": Objective(Prediction.VELOCITY, "linear", time="logit-normal"),
+    "ddpm": Objective(Prediction.EPS, "cosine"),
+    "x0": Objective(Prediction.X0, "cosine"),
+    "v": Objective(Prediction.V, "cosine"),
+}
+
+
+def get_objective(name: str) -> Objective:
+    if name not in OBJECTIVES:
+        raise unknown("objective", name, OBJECTIVES)
+    return OBJECTIVES[name]

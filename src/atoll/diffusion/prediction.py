@@ -1,0 +1,88 @@
+"""What a network outputs, and the conversions among the four kinds.
+
+All four say the same thing in other words: at a known x = alpha x0 + sigma eps, any one of them determines
+the pair (x0, eps), and the pair determines any other.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from atoll.diffusion.schedules import Coefficients
+from atoll.errors import InputError, unknown
+
+
+class Prediction(StrEnum):
+    EPS = "eps"  # the noise
+    X0 = "x0"  # the clean sample
+    V = "v"  # alpha eps - sigma x0 (Salimans and Ho)
+    VELOCITY = "velocity"  # dx/dt = d_alpha x0 + d_sigma eps, along the network's own schedule
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Prediction":
+        raise unknown("prediction", value, [p.value for p in cls])
+
+
+class Estimate(NamedTuple):
+    """A clean sample and a noise that together make up x."""
+
+    x0: Tensor
+    eps: Tensor
+
+
+def estimate(prediction: Prediction, output: Tensor, x: Tensor, at: Coefficients) -> Estimate:
+    """The (x0, eps) that a network's output at x stands for. EPS is Eq. 5."""
+    if output.shape != x.shape:
+        raise InputError(f"the prediction has shape {list(output.shape)} but x has {list(x.shape)}: they must agree")
+    alpha, sigma, d_alpha, d_sigma = at.over(x)
+    match prediction:
+        case Prediction.EPS:
+            return Estimate((x - sigma * output) / alpha, output)
+        case Prediction.X0:
+            return Estimate(output, (x - alpha * output) / sigma)
+        case Prediction.V:
+            norm = alpha**2 + sigma**2
+            return Estimate((alpha * x - sigma * output) / norm, (sigma * x + alpha * output) / norm)
+        case Prediction.VELOCITY:
+            det = alpha * d_sigma - sigma * d_alpha
+            return Estimate((d_sigma * x - sigma * output) / det, (alpha * output - d_alpha * x) / det)
+
+
+def output_for(prediction: Prediction, x0: Tensor, eps: Tensor, at: Coefficients) -> Tensor:
+    """What a perfect network of this kind would output: the training target, and the inverse of `estimate`."""
+    alpha, sigma, d_alpha, d_sigma = at.over(x0)
+    match prediction:
+        case Prediction.EPS:
+            return eps
+        case Prediction.X0:
+            return x0
+        case Prediction.V:
+            return alpha * eps - sigma * x0
+        case Prediction.VELOCITY:
+            return d_alpha * x0 + d_sigma * eps
+
+
+def convert(output: Tensor, x: Tensor, at: Coefficients, source: Prediction, target: Prediction) -> Tensor:
+    """One kind of prediction as another, at the same x and on the same schedule."""
+    if source == target:
+        return output
+    return output_for(target, *estimate(source, output, x, at), at)
+
+
+def x0_weight(prediction: Prediction, at: Coefficients) -> Tensor:
+    """w(t) such that the squared error of this prediction is w(t) |x0_hat - x0|^2 (Proposition 1).
+
+    EPS is Eq. 9. V is Eq. 10, and on a variance-preserving schedule 1 / sigma^2. On the linear path VELOCITY
+    has 1 / t^2, so that its ratio to EPS is 1 / alpha^2 there too (Eq. 11 and the Remark).
+    """
+    alpha, sigma, d_alpha, d_sigma = at
+    match prediction:
+        case Prediction.EPS:
+            return (alpha / sigma) ** 2
+        case Prediction.X0:
+            return alpha**0
+        case Prediction.V:
+            return ((alpha**2 + sigma**2) / sigma) ** 2
+        case Prediction.VELOCITY:
+            return ((alpha * d_sigma - sigma * d_alpha) / sigma) ** 2

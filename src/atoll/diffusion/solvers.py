@@ -1,0 +1,210 @@
+"""From noise to data: solvers over any canonical velocity function, and native samplers of one expert.
+
+A solver is a pure function of a velocity, a start and a descending grid of times. It hands the velocity one
+0-d time for the whole batch. The native samplers walk an expert's own schedule instead, as DDPM did.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.diffusion.prediction import Estimate
+from atoll.diffusion.schedules import Schedule, check_times, interior
+from atoll.errors import InputError, unknown
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""(x, t) -> dx/dt on the canonical path."""
+
+Denoise = Callable[[Tensor, Tensor], Estimate]
+"""(x, t) -> (x0, eps) on an expert's own schedule."""
+
+
+class Step(NamedTuple):
+    """What a solver shows to whoever watches it, after each step."""
+
+    index: int
+    t: Tensor  # where the velocity was taken, 0-d
+    x: Tensor  # where it led
+    x0: Tensor  # the clean sample that the velocity at t points to
+
+
+OnStep = Callable[[Step], None]
+Solver = Callable[[Velocity, Tensor, Tensor, OnStep | None], Tensor]
+
+
+# --- time grids ---------------------------------------------------------------------------------------------------
+
+
+def uniform_times(num_steps: int, start: float = 1.0, end: float = 0.0) -> Tensor:
+    """num_steps + 1 times, evenly spaced from start down to end."""
+    if num_steps < 1:
+        raise InputError(f"the number of steps must be at least 1, but is {num_steps}")
+    if not 0 <= end < start <= 1:
+        raise InputError(f"times must run from start down to end within [0, 1], but are {start} and {end}")
+    return torch.linspace(start, end, num_steps + 1, dtype=torch.float64)
+
+
+def shifted_times(num_steps: int, shift: float = 3.0, start: float = 1.0, end: float = 0.0) -> Tensor:
+    """t -> shift t / (1 + (shift - 1) t): above 1, more of the steps at high noise, as larger images need."""
+    if not (math.isfinite(shift) and shift > 0):
+        raise InputError(f"the shift must be above 0, but is {shift}")
+    t = uniform_times(num_steps, start, end)
+    return shift * t / (1 + (shift - 1) * t)
+
+
+# --- solvers on the canonical path --------------------------------------------------------------------------------
+
+
+def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+    """Order 1, one evaluation a step."""
+    grid = _grid(times, x)
+    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+        u = velocity(x, t)
+        x, before = x + (t_next - t) * u, x
+        _show(on_step, i, t, x, before, u)
+    return x
+
+
+def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+    """Order 2: the mean of the slopes at both ends; two evaluations a step."""
+    grid = _grid(times, x)
+    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+        h = t_next - t
+        u = velocity(x, t)
+        u_end = velocity(x + h * u, t_next)
+        x, before = x + h * (u + u_end) / 2, x
+        _show(on_step, i, t, x, before, u)
+    return x
+
+
+def midpoint(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+    """Order 2: the slope at the middle; two evaluations a step, never one at t = 0."""
+    grid = _grid(times, x)
+    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+        h = t_next - t
+        u = velocity(x, t)
+        u_middle = velocity(x + h / 2 * u, t + h / 2)
+        x, before = x + h * u_middle, x
+        _show(on_step, i, t, x, before, u)
+    return x
+
+
+def multistep(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+    """Order 2: Adams-Bashforth from the last two slopes, for any step sizes; one evaluation a step."""
+    grid = _grid(times, x)
+    u_last = h_last = None
+    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+        h = t_next - t
+        u = velocity(x, t)
+        slope = u if u_last is None else u + h / (2 * h_last) * (u - u_last)
+        x, before = x + h * slope, x
+        u_last, h_last = u, h
+        _show(on_step, i, t, x, before, u)
+    return x
+
+
+def dpm2m(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+    """Order 2: DPM-Solver++(2M), which extrapolates x0 along log(alpha / sigma); one evaluation a step.
+
+    At t = 1 and t = 0 that coordinate is infinite. The steps that touch an end are of order 1 there, which at
+    t = 0 means: the sample is the last x0.
+    """
+    grid = _grid(times, x)
+    x0_last = h_last = None
+    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+        u = velocity(x, t)
+        x0 = x - t * u
+        h = torch.logit(1 - t_next) - torch.logit(1 - t)  # in log((1 - t) / t)
+        ahead = x0
+        if x0_last is not None and torch.isfinite(h) and torch.isfinite(h_last):
+            ahead = x0 + h / (2 * h_last) * (x0 - x0_last)
+        # sigma' / sigma x - alpha' (exp(-h) - 1) x0, where exp(-h) = t' (1 - t) / (t (1 - t')).
+        x, before = t_next / t * x + (1 - t_next / t) * ahead, x
+        x0_last, h_last = x0, h
+        _show(on_step, i, t, x, before, u)
+    return x
+
+
+SOLVERS: dict[str, Solver] = {
+    "euler": euler,
+    "heun": heun,
+    "midpoint": midpoint,
+    "multistep": multistep,
+    "dpm2m": dpm2m,
+}
+
+EVALUATIONS = {"euler": 1, "heun": 2, "midpoint": 2, "multistep": 1, "dpm2m": 1}
+"""Calls of the velocity a step."""
+
+
+def get_solver(name: str) -> Solver:
+    if name not in SOLVERS:
+        raise unknown("solver", name, SOLVERS)
+    return SOLVERS[name]
+
+
+# --- native samplers on an expert's own schedule ------------------------------------------------------------------
+
+
+def ddim(
+    denoise: Denoise,
+    schedule: Schedule,
+    x: Tensor,
+    times: Tensor,
+    eta: float = 0.0,
+    generator: torch.Generator | None = None,
+    on_step: OnStep | None = None,
+) -> Tensor:
+    """DDIM on the expert's own schedule; eta scales the fresh noise of each step, 0 is deterministic.
+
+    Time 0 in the grid stands for clean data, also on a table, whose own step 0 still has some noise.
+    """
+    if not 0 <= eta <= 1:
+        raise InputError(f"eta must lie in [0, 1], but is {eta}")
+    grid = _grid(times, x)
+    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+        t = interior(t)
+        x0, eps = denoise(x, t)
+        alpha, sigma, _, _ = schedule(t)
+        after = t_next if t_next > 0 else torch.full_like(t_next, schedule.data_time)
+        alpha_next, sigma_next, _, _ = schedule.coefficients(after)
+        # The variance that a Markov step from t_next to t adds, seen back from t (DDPM's posterior variance).
+        added = sigma**2 - (alpha / alpha_next * sigma_next) ** 2
+        fresh = eta * sigma_next / sigma * added.clamp_min(0).sqrt()
+        x = alpha_next * x0 + (sigma_next**2 - fresh**2).clamp_min(0).sqrt() * eps
+        if eta > 0:
+            x = x + fresh * torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        if on_step is not None:
+            on_step(Step(i, t, x, x0))
+    return x
+
+
+def ancestral(
+    denoise: Denoise,
+    schedule: Schedule,
+    x: Tensor,
+    times: Tensor,
+    generator: torch.Generator | None = None,
+    on_step: OnStep | None = None,
+) -> Tensor:
+    """Ancestral DDPM sampling, the papers' "native DDPM": DDIM with all of the posterior's noise."""
+    return ddim(denoise, schedule, x, times, 1.0, generator, on_step)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def _grid(times: Tensor, x: Tensor) -> Tensor:
+    """The grid checked, in the precision of x (at least single) and where x is."""
+    if times.dim() != 1 or len(times) < 2 or not bool((times.diff() < 0).all()):
+        raise InputError("a time grid is at least two times, each below the one before")
+    check_times(times)
+    return times.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _show(on_step: OnStep | None, index: int, t: Tensor, x: Tensor, before: Tensor, u: Tensor) -> None:
+    if on_step is not None:
+        on_step(Step(index, t, x, before - t * u))

@@ -1,0 +1,204 @@
+"""Experts of any prediction and any schedule as one velocity field on the canonical path.
+
+The canonical path is the linear one. To call an expert trained on another schedule S from canonical (x, t):
+its native time is the s at which S has the signal-to-noise ratio of (x, t), its native input is x scaled to
+S's magnitude there, and the (x0, eps) it answers are the same on both paths. For exact experts this is exact.
+A trained EPS expert is not exact, and where alpha is small its x0 is its error divided by alpha; that is
+what `calibrated` is for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from atoll.diffusion.prediction import Estimate, Prediction, estimate
+from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, check_times, interior, over
+from atoll.errors import InputError, unknown
+
+Predict = Callable[[Tensor, Tensor], Tensor]
+"""A network on its own schedule: (x, t) -> its prediction. Text and the like are bound before."""
+
+
+class Conversion(StrEnum):
+    EXACT = "exact"  # transfer by signal-to-noise ratio, nothing else
+    CALIBRATED = "calibrated"  # exact, then the measured shrinkage of x0 towards the cluster's mean
+    PAPER = "paper"  # Eq. 5-8 at the canonical (x, t), with the paper's safeguards
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Conversion":
+        raise unknown("conversion", value, [c.value for c in cls])
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """How far an expert's x0 can be trusted at each noise level, measured on held-out data of its cluster.
+
+    gain[i] is the regression coefficient g = E<x0 - m, x0_hat - m> / E|x0_hat - m|^2 at log_snr[i], m the mean.
+    """
+
+    log_snr: Tensor  # [bins], rising
+    gain: Tensor  # [bins], in [0, 1]
+    mean: Tensor  # the shape of one sample
+
+    def __post_init__(self) -> None:
+        if self.log_snr.dim() != 1 or self.log_snr.shape != self.gain.shape or len(self.log_snr) < 1:
+            raise InputError(
+                f"a calibration needs one gain a log-SNR level, but has {list(self.gain.shape)} gains "
+                f"for {list(self.log_snr.shape)} levels"
+            )
+        if not all(bool(torch.isfinite(values).all()) for values in (self.log_snr, self.gain, self.mean)):
+            raise InputError("the calibration holds values that are not finite: measure it again")
+        if bool((self.log_snr.diff() <= 0).any()):
+            raise InputError("the log-SNR levels of a calibration must rise")
+        if bool(((self.gain < 0) | (self.gain > 1)).any()):
+            raise InputError("the gains of a calibration must lie in [0, 1]")
+
+    @classmethod
+    def fit(cls, x0: Tensor, x0_hat: Tensor, log_snr: Tensor, mean: Tensor, num_bins: int = 32) -> "Calibration":
+        """Regress x0[N, ...] on an expert's x0_hat, in bins of equal count along log_snr[N]."""
+        if not (len(x0) == len(x0_hat) == len(log_snr)) or x0.shape != x0_hat.shape:
+            raise InputError("a calibration needs as many estimates and levels as samples")
+        if not 1 <= num_bins <= len(x0):
+            raise InputError(f"num_bins must lie between 1 and the {len(x0)} samples there are, but is {num_bins}")
+        truth, guess = (x0 - mean).flatten(1), (x0_hat - mean).flatten(1)
+        levels, gains = [], []
+        for rows in torch.argsort(log_snr).tensor_split(num_bins):
+            gain = (truth[rows] * guess[rows]).sum() / (guess[rows] ** 2).sum().clamp_min(1e-30)
+            levels.append(log_snr[rows].mean())
+            gains.append(gain.clamp(0, 1))
+        return cls(torch.stack(levels), torch.stack(gains), mean)
+
+    def gain_at(self, log_snr: Tensor) -> Tensor:
+        """g, linear in log-SNR between the levels measured.
+
+        Noisier than the noisiest of them, where x0_hat is error divided by alpha, the best gain falls as
+        alpha^2, that is, as the SNR itself: 0 at pure noise, where x0 is then the cluster's mean.
+        """
+        levels, gains = (values.to(log_snr.device, log_snr.dtype) for values in (self.log_snr, self.gain))
+        inside = log_snr.clamp(levels[0], levels[-1])
+        if len(levels) == 1:
+            known = gains[0].expand_as(inside)
+        else:
+            right = torch.searchsorted(levels, inside.contiguous()).clamp(1, len(levels) - 1)
+            share = (inside - levels[right - 1]) / (levels[right] - levels[right - 1])
+            known = torch.lerp(gains[right - 1], gains[right], share)
+        return known * torch.exp((log_snr - levels[0]).clamp(max=0))
+
+
+@dataclass(frozen=True)
+class Safeguards:
+    """The paper's three (section 3.2), and which of its two velocities they guard. None or False switches one off.
+
+    The paper gives no formula for its damping at t > 0.85, "where schedule derivatives become large". Read here
+    as: past that time, no derivative may exceed the linear path's. Eq. 8 has the linear path's own derivatives,
+    so damping acts on Eq. 7 alone.
+    """
+
+    clamp: float | None = 20.0  # |x0| at most this
+    alpha_floor: float | None = 0.01  # alpha in Eq. 5 at least this
+    damping: bool = True
+    equation: int = 8  # 7: derivatives of the expert's schedule; 8: of the linear path
+
+    damping_start: float = 0.85
+
+    def __post_init__(self) -> None:
+        if self.equation not in (7, 8):
+            raise InputError(f"equation must be 7 or 8, but is {self.equation!r}")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How the outputs of one expert become canonical velocities."""
+
+    prediction: Prediction
+    schedule: Schedule
+    conversion: Conversion | None = None  # None: calibrated where there is a calibration, else exact
+    calibration: Calibration | None = None
+    safeguards: Safeguards = field(default_factory=Safeguards)
+    log_snr_range: tuple[float, float] | None = None
+    """What the expert saw in training. Outside it, the x0 it gives at the nearest end stands."""
+
+    def __post_init__(self) -> None:
+        default = Conversion.EXACT if self.calibration is None else Conversion.CALIBRATED
+        object.__setattr__(self, "prediction", Prediction(self.prediction))
+        object.__setattr__(self, "conversion", Conversion(self.conversion or default))
+        if self.conversion is Conversion.CALIBRATED and self.calibration is None:
+            raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")
+        if self.log_snr_range is not None and not self.log_snr_range[0] < self.log_snr_range[1]:
+            raise InputError(f"log_snr_range must be (low, high) with low < high, but is {self.log_snr_range}")
+
+    def velocity(self, predict: Predict, x: Tensor, t: Tensor) -> Tensor:
+        """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample."""
+        if self._is_canonical:
+            check_times(t)
+            return predict(x, t)
+        if self.conversion is Conversion.PAPER:
+            return self._paper(predict, x, t)
+        x0, eps = self.estimate(predict, x, t)
+        return eps - x0
+
+    def estimate(self, predict: Predict, x: Tensor, t: Tensor) -> Estimate:
+        """The (x0, eps) behind canonical (x, t), by exact transfer and, if so set, calibrated."""
+        check_times(t)
+        inner = interior(t)
+        log_snr = LINEAR.log_snr(inner)
+        seen = log_snr if self.log_snr_range is None else log_snr.clamp(*self.log_snr_range)
+        here, at, native_x, native_t = matched(self.schedule, x, inner, seen)
+        x0, eps = estimate(self.prediction, predict(native_x, native_t), native_x, at)
+
+        alpha, sigma, _, _ = here.over(x)
+        if self.log_snr_range is not None:
+            eps = torch.where(over(seen != log_snr, x).bool(), (x - alpha * x0) / sigma, eps)
+        if self.conversion is Conversion.CALIBRATED:
+            assert self.calibration is not None
+            mean = self.calibration.mean.to(x.device, x.dtype)
+            gain = over(self.calibration.gain_at(LINEAR.log_snr(t)), x)
+            shrunk = mean + gain * (x0 - mean)
+            x0, eps = shrunk, eps + alpha / sigma * (x0 - shrunk)  # x = alpha x0 + sigma eps still holds
+        return Estimate(x0, eps)
+
+    @property
+    def _is_canonical(self) -> bool:
+        """Whether the expert's output is the velocity already."""
+        return (
+            self.prediction is Prediction.VELOCITY
+            and self.schedule == LINEAR
+            and self.conversion is not Conversion.CALIBRATED
+            and self.log_snr_range is None
+        )
+
+    def _paper(self, predict: Predict, x: Tensor, t: Tensor) -> Tensor:
+        """Eq. 5-8: the expert is asked at the canonical (x, t) itself, though its own marginal there is another."""
+        guard = self.safeguards
+        check_times(t)
+        at = self.schedule(interior(t))
+        floored = at if guard.alpha_floor is None else at._replace(alpha=at.alpha.clamp_min(guard.alpha_floor))
+        asked = floored if self.prediction is Prediction.EPS else at
+        x0, eps = estimate(self.prediction, predict(x, t), x, asked)
+        if guard.clamp is not None:
+            x0 = x0.clamp(-guard.clamp, guard.clamp)
+        path = self.schedule if guard.equation == 7 else LINEAR
+        _, _, d_alpha, d_sigma = path(interior(t))
+        if guard.damping:
+            steepest = torch.maximum(d_alpha.abs(), d_sigma.abs()).clamp_min(1)
+            scale = torch.where(t > guard.damping_start, 1 / steepest, torch.ones_like(steepest))
+            d_alpha, d_sigma = d_alpha * scale, d_sigma * scale
+        return over(d_alpha, x) * x0 + over(d_sigma, x) * eps
+
+
+def matched(
+    schedule: Schedule, x: Tensor, t: Tensor, log_snr: Tensor
+) -> tuple[Coefficients, Coefficients, Tensor, Tensor]:
+    """Canonical (x, t) as a schedule sees it: both coefficients, native x and native time.
+
+    The scale is sqrt((alpha_S^2 + sigma_S^2) / (alpha^2 + sigma^2)); at equal SNR it is sigma_S / sigma and
+    alpha_S / alpha alike, and unlike those it never divides by zero.
+    """
+    here = LINEAR(t)
+    native_t = schedule.time_of(log_snr)
+    at = schedule.coefficients(native_t)
+    scale = torch.hypot(at.alpha, at.sigma) / torch.hypot(here.alpha, here.sigma)
+    return here, at, over(scale, x) * x, native_t

@@ -1,0 +1,49 @@
+"""The router: which expert's cluster a noisy sample belongs to, p(k | x_t, t [, text]) (Eq. 2)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import InputError
+from atoll.models.dit import TextContext, Trunk, TrunkConfig, plain_norm
+
+
+@dataclass(frozen=True)
+class RouterConfig(TrunkConfig):
+    """A router's architecture; text_dim None makes it blind to the text, as in the paper."""
+
+    num_experts: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts < 1:
+            raise InputError(f"num_experts must be at least 1, but is {self.num_experts}")
+
+
+class Router(Trunk):
+    """An expert's trunk with a class token, whose last state gives K logits. It sees canonical (x_t, t)."""
+
+    config: RouterConfig
+    config_class = RouterConfig
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
+        self.class_token = nn.Parameter(torch.empty(config.hidden_size))
+        self.head = nn.Linear(config.hidden_size, config.num_experts)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.class_token, std=0.02)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(
+        self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits[B, K]; the arguments are an expert's."""
+        context = self.take(x, t, text, mask)
+        tokens = self.embed(x)  # [B, N, d]
+        h = torch.cat([self.class_token.expand(len(x), 1, -1), tokens], 1)  # [B, 1 + N, d]
+        h, _ = self.run_blocks(h, t, context)
+        return self.head(plain_norm(h[:, 0]))  # [B, K]

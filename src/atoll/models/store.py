@@ -1,0 +1,129 @@
+"""A network as a folder: `config.json` says what it is, `model.safetensors` holds the weights. Nothing is executed.
+
+This is the interface of the Hugging Face hub's mixin, on the hub's own functions. The mixin itself is not used:
+it ignores unknown keys, falls back to pickles and removes the old config before the new weights are written.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from atoll.config import build
+from atoll.errors import InputError
+
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class Stored(nn.Module):
+    """A network with `save_pretrained`, `from_pretrained` and `push_to_hub`; subclasses name their config."""
+
+    config_class: ClassVar[type]
+    config: Any
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the folder. Each file is replaced in one go, so a full disk leaves the old ones as they were."""
+        folder = Path(folder)
+        about = {"format": FORMAT, "model": type(self).__name__, "architecture": asdict(self.config)}
+        weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        staged = {name: folder / f".{name}.{os.getpid()}.tmp" for name in (WEIGHTS, CONFIG)}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(weights, staged[WEIGHTS])
+            staged[CONFIG].write_text(json.dumps(about, indent=2) + "\n")
+            for name, path in staged.items():
+                os.replace(path, folder / name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot write the model to {folder} ({error}): free the disk or choose another") from error
+        finally:
+            for path in staged.values():
+                path.unlink(missing_ok=True)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        """Load from a folder or a hub id, in evaluation mode; every key and every value is checked."""
+        path = _folder_of(folder, revision)
+        model = cls._from_config(path / CONFIG)
+        model.load_state_dict(_read_weights(path / WEIGHTS, model), assign=True)
+        return model.to(dtype=dtype).eval()
+
+    @classmethod
+    def _from_config(cls, path: Path) -> Self:
+        """The network that a config describes, without memory for its weights."""
+        about = _read_json(path)
+        unexpected = sorted(set(about) - {"format", "model", "architecture"})
+        if unexpected:
+            raise InputError(f"{path} has the unknown key {unexpected[0]!r}: a newer atoll may have written it")
+        if about.get("format") != FORMAT:
+            raise InputError(f"{path} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
+        if about.get("model") != cls.__name__:
+            raise InputError(f"{path} describes a {about.get('model')!r}, not a {cls.__name__}: give the right folder")
+        config = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
+        with torch.device("meta"):
+            return cls(config)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload to the Hugging Face hub; options are those of `HfApi.upload_folder`."""
+        api = HfApi()
+        api.create_repo(repo_id, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, **options))
+
+
+def _folder_of(folder: str | Path, revision: str | None) -> Path:
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    if path.exists() or isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~":
+        raise InputError(f"{folder} is not a folder: give the folder that holds {CONFIG} and {WEIGHTS}, or a hub id")
+    try:
+        return Path(snapshot_download(str(folder), revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"there is no folder {folder}, and the hub did not give it either ({reason})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({error}): copy it again from its source") from error
+    if not isinstance(about, dict):
+        raise InputError(f"{path} must hold a table of keys and values: copy it again from its source")
+    return about
+
+
+def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The weights, if they are exactly the model's: no key more or less, every shape right, every value finite."""
+    try:
+        weights = load_file(path)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is truncated or not a safetensors file ({error}): copy it again") from error
+    expected = model.state_dict()
+    for name in sorted(expected.keys() ^ weights.keys()):
+        fault = "lacks" if name in expected else "has the unknown tensor"
+        raise InputError(f"{path} {fault} {name}: its weights belong to another architecture than its {CONFIG}")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            wanted = list(expected[name].shape)
+            raise InputError(f"{name} in {path} has shape {list(tensor.shape)}, but its {CONFIG} makes it {wanted}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{name} in {path} holds values that are not finite: the file is damaged or training diverged")
+    return weights
