@@ -43,7 +43,9 @@ def main() -> None:
         print(f"{name:22} {1000 * statistics.median(times):7.1f} ms")
     fast = seconds["atoll, text read once"]
     print(f"speed of a forward pass, atoll / diffusers: {ratio(seconds['diffusers'], fast)}")
-    print(f"the same, text read anew:                   {ratio(seconds['diffusers'], seconds['atoll, text read anew'])}")
+    print(
+        f"the same, text read anew:                   {ratio(seconds['diffusers'], seconds['atoll, text read anew'])}"
+    )
     print(f"fraction of the matrix-product peak:        {ratio(seconds['bare matrix products'], fast)}")
 
 

@@ -49,7 +49,8 @@ def main() -> None:
         args.rounds,
     )
     for name, times in seconds.items():
-        print(f"{name:22} {1000 * statistics.median(times):7.1f} ms, {args.batch / statistics.median(times):6.1f} samples/s")
+        step = statistics.median(times)
+        print(f"{name:22} {1000 * step:7.1f} ms, {args.batch / step:6.1f} samples/s")
     print(f"training throughput, atoll / diffusers: {ratio(seconds['diffusers'], seconds['atoll'])}")
     print(f"fraction of the matrix-product peak:    {ratio(seconds['bare matrix products'], seconds['atoll'])}")
 

@@ -150,7 +150,10 @@ class DDPMTable(Schedule):
     @cached_property
     def betas(self) -> Tensor:
         root = 1 / self.power
-        return torch.linspace(self.beta_start**root, self.beta_end**root, self.num_steps, dtype=torch.float64) ** self.power
+        return (
+            torch.linspace(self.beta_start**root, self.beta_end**root, self.num_steps, dtype=torch.float64)
+            ** self.power
+        )
 
     def coefficients(self, t: Tensor) -> Coefficients:
         log_alpha2, rate = self._log_alpha2(t)

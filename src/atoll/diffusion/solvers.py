@@ -6,6 +6,7 @@ A solver is a pure function of a velocity, a start and a descending grid of time
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ Denoise = Callable[[Tensor, Tensor], Estimate]
 class Step(NamedTuple):
     """What a solver shows to whoever watches it, after each step."""
 
-    index: int
+    number: int  # from 0
     t: Tensor  # where the velocity was taken, 0-d
     x: Tensor  # where it led
     x0: Tensor  # the clean sample that the velocity at t points to
@@ -61,7 +62,7 @@ def shifted_times(num_steps: int, shift: float = 3.0, start: float = 1.0, end: f
 def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 1, one evaluation a step."""
     grid = _grid(times, x)
-    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+    for i, (t, t_next) in enumerate(pairwise(grid)):
         u = velocity(x, t)
         x, before = x + (t_next - t) * u, x
         _show(on_step, i, t, x, before, u)
@@ -71,7 +72,7 @@ def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None =
 def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 2: the mean of the slopes at both ends; two evaluations a step."""
     grid = _grid(times, x)
-    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+    for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
         u = velocity(x, t)
         u_end = velocity(x + h * u, t_next)
@@ -83,7 +84,7 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = 
 def midpoint(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 2: the slope at the middle; two evaluations a step, never one at t = 0."""
     grid = _grid(times, x)
-    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+    for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
         u = velocity(x, t)
         u_middle = velocity(x + h / 2 * u, t + h / 2)
@@ -95,13 +96,16 @@ def midpoint(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | Non
 def multistep(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 2: Adams-Bashforth from the last two slopes, for any step sizes; one evaluation a step."""
     grid = _grid(times, x)
-    u_last = h_last = None
-    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+    last: tuple[Tensor, Tensor] | None = None
+    for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
         u = velocity(x, t)
-        slope = u if u_last is None else u + h / (2 * h_last) * (u - u_last)
+        slope = u
+        if last is not None:
+            u_last, h_last = last
+            slope = u + h / (2 * h_last) * (u - u_last)
         x, before = x + h * slope, x
-        u_last, h_last = u, h
+        last = u, h
         _show(on_step, i, t, x, before, u)
     return x
 
@@ -113,17 +117,18 @@ def dpm2m(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None =
     t = 0 means: the sample is the last x0.
     """
     grid = _grid(times, x)
-    x0_last = h_last = None
-    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
+    last: tuple[Tensor, Tensor] | None = None
+    for i, (t, t_next) in enumerate(pairwise(grid)):
         u = velocity(x, t)
         x0 = x - t * u
         h = torch.logit(1 - t_next) - torch.logit(1 - t)  # in log((1 - t) / t)
         ahead = x0
-        if x0_last is not None and torch.isfinite(h) and torch.isfinite(h_last):
+        if last is not None and torch.isfinite(h):
+            x0_last, h_last = last  # after the step from t = 1, h_last is infinite and the correction zero
             ahead = x0 + h / (2 * h_last) * (x0 - x0_last)
         # sigma' / sigma x - alpha' (exp(-h) - 1) x0, where exp(-h) = t' (1 - t) / (t (1 - t')).
         x, before = t_next / t * x + (1 - t_next / t) * ahead, x
-        x0_last, h_last = x0, h
+        last = x0, h
         _show(on_step, i, t, x, before, u)
     return x
 
@@ -165,8 +170,8 @@ def ddim(
     if not 0 <= eta <= 1:
         raise InputError(f"eta must lie in [0, 1], but is {eta}")
     grid = _grid(times, x)
-    for i, (t, t_next) in enumerate(zip(grid[:-1], grid[1:], strict=True)):
-        t = interior(t)
+    for i, (t_grid, t_next) in enumerate(pairwise(grid)):
+        t = interior(t_grid)
         x0, eps = denoise(x, t)
         alpha, sigma, _, _ = schedule(t)
         after = t_next if t_next > 0 else torch.full_like(t_next, schedule.data_time)
@@ -205,6 +210,6 @@ def _grid(times: Tensor, x: Tensor) -> Tensor:
     return times.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _show(on_step: OnStep | None, index: int, t: Tensor, x: Tensor, before: Tensor, u: Tensor) -> None:
+def _show(on_step: OnStep | None, number: int, t: Tensor, x: Tensor, before: Tensor, u: Tensor) -> None:
     if on_step is not None:
-        on_step(Step(index, t, x, before - t * u))
+        on_step(Step(number, t, x, before - t * u))

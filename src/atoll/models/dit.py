@@ -5,6 +5,7 @@ Where the paper's equations and PixArt-alpha differ, this is PixArt-alpha; docs/
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,7 +46,9 @@ class TrunkConfig:
         if self.input_size % self.patch_size:
             raise InputError(f"input_size {self.input_size} is not a multiple of patch_size {self.patch_size}")
         if self.hidden_size % self.num_heads or self.hidden_size % 4:
-            raise InputError(f"hidden_size {self.hidden_size} must be a multiple of 4 and of num_heads {self.num_heads}")
+            raise InputError(
+                f"hidden_size {self.hidden_size} must be a multiple of 4 and of num_heads {self.num_heads}"
+            )
         if self.text_projection not in TEXT_PROJECTIONS:
             raise unknown("text_projection", self.text_projection, TEXT_PROJECTIONS)
 
@@ -109,11 +112,16 @@ class Block(nn.Module):
         inner = int(width * config.mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width))
 
-    def forward(self, h: Tensor, time: Tensor, keys: Tensor | None, values: Tensor | None, mask: Tensor | None) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (time + self.modulation).unsqueeze(2).unbind(1)  # [B, 1, d]
+    def forward(
+        self, h: Tensor, time: Tensor, keys: Tensor | None, values: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (
+            (time + self.modulation).unsqueeze(2).unbind(1)
+        )  # [B, 1, d]
         h = torch.addcmul(h, gate, self.attention(modulated_norm(h, shift, scale)))
         if self.cross is not None:
-            assert keys is not None and values is not None
+            assert keys is not None
+            assert values is not None
             h = h + self.cross(plain_norm(h) if self.cross_norm else h, keys, values, mask)
         return torch.addcmul(h, mlp_gate, self.mlp(modulated_norm(h, mlp_shift, mlp_scale)))
 
@@ -142,7 +150,7 @@ class TimeEmbedding(nn.Module):
         powers = torch.arange(half, device=t.device, dtype=torch.float32) / half
         angle = (self.scale * t.float())[:, None] * torch.exp(-math.log(10_000) * powers)  # [B, 128]
         waves = torch.cat([torch.cos(angle), torch.sin(angle)], 1)
-        return self.mlp(waves.to(self.mlp[0].weight.dtype))  # [B, d]
+        return self.mlp(waves.to(next(self.parameters()).dtype))  # [B, d]
 
 
 class Trunk(Stored):
@@ -162,7 +170,7 @@ class Trunk(Stored):
             if config.text_projection == "mlp":
                 act = nn.GELU(approximate="tanh")
                 self.text_embed = nn.Sequential(self.text_embed, act, nn.Linear(width, width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks: Sequence[Block] = nn.ModuleList(Block(config) for _ in range(config.depth))  # type: ignore[assignment]
         self.gradient_checkpointing = False
 
     def reset_parameters(self) -> None:
@@ -172,11 +180,10 @@ class Trunk(Stored):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        for module in (self.time_embed.mlp[0], self.time_embed.mlp[2], self.time_block):
-            nn.init.normal_(module.weight, std=0.02)
-        for module in () if self.text_embed is None else self.text_embed.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+        for part in (self.time_embed, self.time_block, self.text_embed):
+            for module in () if part is None else part.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:
             nn.init.normal_(block.modulation, std=width**-0.5)
             if block.cross is not None:
@@ -199,7 +206,8 @@ class Trunk(Stored):
         real = tokens if mask is None else tokens[mask]  # [B, L, text_dim] or [all real tokens, text_dim]
         real = self.text_embed(real)
 
-        def keys_values(block: nn.Module) -> tuple[Tensor, Tensor]:
+        def keys_values(block: Block) -> tuple[Tensor, Tensor]:
+            assert block.cross is not None
             kv = block.cross.kv(real)  # [..., 2d]
             if mask is not None:
                 kv = kv.new_zeros(*mask.shape, kv.shape[-1]).masked_scatter(mask[..., None], kv)  # [B, L, 2d]
@@ -230,9 +238,7 @@ class Trunk(Stored):
         patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, N, C p p]
         return self.patch_embed(patches) + self.positions
 
-    def take(
-        self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None
-    ) -> TextContext | None:
+    def take(self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None) -> TextContext | None:
         """Check the arguments of a forward pass, and read the text if that has not been done."""
         size, channels = self.config.input_size, self.config.in_channels
         if x.dim() != 4 or x.shape[1:] != (channels, size, size):
@@ -301,7 +307,9 @@ def _without_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | Non
     mask = mask.bool()
     if not bool(mask.any(1).all()):
         row = int((~mask.any(1)).nonzero()[0])
-        raise InputError(f"text {row} of the batch has no token at all: encode the empty string, which has at least one")
+        raise InputError(
+            f"text {row} of the batch has no token at all: encode the empty string, which has at least one"
+        )
     length = int(mask.any(0).nonzero()[-1]) + 1
     tokens, mask = tokens[:, :length], mask[:, :length]
     return tokens, None if bool(mask.all()) else mask

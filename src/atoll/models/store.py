@@ -44,7 +44,9 @@ class Stored(nn.Module):
             for name, path in staged.items():
                 os.replace(path, folder / name)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot write the model to {folder} ({error}): free the disk or choose another") from error
+            raise InputError(
+                f"cannot write the model to {folder} ({error}): free the disk or choose another"
+            ) from error
         finally:
             for path in staged.values():
                 path.unlink(missing_ok=True)
@@ -70,7 +72,7 @@ class Stored(nn.Module):
             raise InputError(f"{path} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
         if about.get("model") != cls.__name__:
             raise InputError(f"{path} describes a {about.get('model')!r}, not a {cls.__name__}: give the right folder")
-        config = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
+        config: Any = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
         with torch.device("meta"):
             return cls(config)
 
@@ -125,5 +127,7 @@ def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
             wanted = list(expected[name].shape)
             raise InputError(f"{name} in {path} has shape {list(tensor.shape)}, but its {CONFIG} makes it {wanted}")
         if not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{name} in {path} holds values that are not finite: the file is damaged or training diverged")
+            raise InputError(
+                f"{name} in {path} holds values that are not finite: the file is damaged or training diverged"
+            )
     return weights

@@ -1,0 +1,37 @@
+"""What all tests share."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("atoll", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("atoll")
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+REPORT: list[str] = []
+
+
+@pytest.fixture
+def report() -> Callable[[str], None]:
+    """Take a line with a measured figure; all of them are shown after the tests."""
+    return REPORT.append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REPORT:
+        terminalreporter.section("measured")
+        for line in sorted(REPORT):
+            terminalreporter.line(line)

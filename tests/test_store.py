@@ -1,0 +1,156 @@
+"""Networks on disk: round trips, and every way in which a folder can be wrong."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atoll.errors import InputError
+from atoll.models import store
+from atoll.models.dit import DiT, DiTConfig
+from atoll.models.presets import preset
+from atoll.models.router import Router, RouterConfig
+
+EXPERT = DiTConfig(**preset("xs", input_size=8, text_dim=16))
+ROUTER = RouterConfig(**preset("xs", input_size=8, text_dim=None), num_experts=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    DiT(EXPERT).save_pretrained(tmp_path / "expert")
+    return tmp_path / "expert"
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(("cls", "config"), [(DiT, EXPERT), (Router, ROUTER)])
+def test_round_trip(cls, config, tmp_path):
+    torch.manual_seed(0)
+    model = cls(config)
+    model.save_pretrained(tmp_path)
+    again = cls.from_pretrained(tmp_path)
+    assert again.config == config
+    assert not again.training
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.requires_grad == theirs.requires_grad, name
+    assert cls.from_pretrained(str(tmp_path), dtype=torch.bfloat16).blocks[0].mlp[0].weight.dtype == torch.bfloat16
+
+
+def test_saving_again_replaces(folder):
+    model = DiT(EXPERT)
+    model.save_pretrained(folder)
+    assert torch.equal(DiT.from_pretrained(folder).time_block.weight, model.time_block.weight)
+
+
+def test_a_failed_save_leaves_the_old_model(folder, monkeypatch):
+    before = DiT.from_pretrained(folder).state_dict()
+
+    def full_disk(tensors: object, path: Path) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "save_file", full_disk)
+    with pytest.raises(InputError, match=r"cannot write the model to .*No space left on device.*: free the disk"):
+        DiT(EXPERT).save_pretrained(folder)
+    after = DiT.from_pretrained(folder).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+
+
+def test_push_to_hub(monkeypatch):
+    """The folder that would be uploaded is one that loads."""
+    seen = {}
+
+    class Api:
+        def create_repo(self, repo_id: str, exist_ok: bool) -> None:
+            seen["repo"] = repo_id
+
+        def upload_folder(self, repo_id: str, folder_path: str, private: bool) -> str:
+            seen["model"] = DiT.from_pretrained(folder_path)
+            return f"uploaded {repo_id}"
+
+    monkeypatch.setattr(store, "HfApi", Api)
+    assert DiT(EXPERT).push_to_hub("someone/expert", private=True) == "uploaded someone/expert"
+    assert seen["repo"] == "someone/expert"
+    assert seen["model"].config == EXPERT
+
+
+def test_from_the_hub(folder, monkeypatch):
+    monkeypatch.setattr(store, "snapshot_download", lambda repo_id, **options: folder)
+    assert DiT.from_pretrained("someone/expert").config == EXPERT
+
+
+class TestBadFolder:
+    def refused(self, folder: Path | str, message: str, cls: type = DiT) -> None:
+        with pytest.raises(InputError, match=message) as raised:
+            cls.from_pretrained(folder)
+        assert "\n" not in str(raised.value)
+
+    def test_missing(self, tmp_path):
+        self.refused(tmp_path / "nowhere", "nowhere is not a folder: give the folder that holds config.json")
+        self.refused("./nowhere", "not a folder")
+        self.refused("someone/nothing", "there is no folder someone/nothing, and the hub did not give it")
+        self.refused(tmp_path, "config.json is missing")
+
+    def test_no_weights(self, folder):
+        (folder / "model.safetensors").unlink()
+        self.refused(folder, "model.safetensors is missing")
+
+    def test_broken_json(self, folder):
+        (folder / "config.json").write_text('{"format": 1,')
+        self.refused(folder, "config.json cannot be read as JSON")
+        (folder / "config.json").write_text("[1]")
+        self.refused(folder, "must hold a table of keys and values")
+
+    def test_unknown_keys(self, folder):
+        edit(folder, surprise=1)
+        self.refused(folder, "has the unknown key 'surprise'")
+
+    def test_architecture(self, folder):
+        good = json.loads((folder / "config.json").read_text())["architecture"]
+        edit(folder, architecture={**good, "hiden_size": 64})
+        self.refused(folder, r"unknown key of the architecture in .* 'hiden_size': did you mean 'hidden_size'\?")
+        edit(folder, architecture={**good, "depth": "two"})
+        self.refused(folder, "depth of the architecture in .* must be of type int, but is 'two'")
+        edit(folder, architecture={**good, "depth": True})
+        self.refused(folder, "depth of the architecture in .* must be of type int")
+        edit(folder, architecture=None)
+        self.refused(folder, "must be a table of keys and values")
+
+    def test_format_and_kind(self, folder):
+        edit(folder, format=2)
+        self.refused(folder, "has format 2, and this version of atoll reads 1")
+        edit(folder, format=1)
+        self.refused(folder, "describes a 'DiT', not a Router", Router)
+
+    @pytest.mark.parametrize("size", [0, 4, 100, 5000, -1])
+    def test_truncated(self, folder, size):
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:size])
+        self.refused(folder, "model.safetensors is truncated or not a safetensors file")
+
+    def test_not_finite(self, folder):
+        weights = load_file(folder / "model.safetensors")
+        weights["time_block.bias"][3] = torch.nan
+        save_file(weights, folder / "model.safetensors")
+        self.refused(folder, "time_block.bias in .* holds values that are not finite")
+
+    def test_other_weights(self, folder):
+        weights = load_file(folder / "model.safetensors")
+        bias = weights.pop("out.bias")
+        save_file(weights, folder / "model.safetensors")
+        self.refused(folder, "lacks out.bias")
+        save_file({**weights, "out.bias": bias[:2]}, folder / "model.safetensors")
+        self.refused(folder, r"out.bias in .* has shape \[2\], but its config.json makes it \[16\]")
+        save_file({**weights, "out.bias": bias, "extra": bias.clone()}, folder / "model.safetensors")
+        self.refused(folder, "has the unknown tensor extra")

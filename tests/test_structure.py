@@ -1,0 +1,127 @@
+"""The shape of the code: which part may import which, nothing pickled, nothing optional needed to import."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "atoll"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+FOUNDATION = {"errors", "config"}  # the standard library alone; any part may use them
+MAY_IMPORT = {
+    "diffusion": set(),
+    "models": {"diffusion"},
+    "partition": {"diffusion"},
+    "data": {"diffusion", "models", "partition"},
+    "training": {"diffusion", "models", "partition", "data"},
+    "sampling": {"diffusion", "models", "partition", "data"},
+    "evaluation": {"diffusion", "models", "partition", "data", "training", "sampling"},
+    "cli": {"diffusion", "models", "partition", "data", "training", "sampling", "evaluation"},
+}
+CORE = {"torch", "numpy", "safetensors", "huggingface_hub"}  # the dependencies in pyproject.toml
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+def imports_of(tree: ast.Module) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names.append(node.module or "")
+    return names
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_one_way(path):
+    part = part_of(path)
+    for name in imports_of(tree_of(path)):
+        if name.split(".")[0] != "atoll":
+            continue
+        other = [*name.split("."), ""][1]
+        allowed = FOUNDATION | MAY_IMPORT.get(part, set()) | ({part} - FOUNDATION)
+        assert other in allowed, f"{path.name} imports {name}, but {part} may import only {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "diffusion").glob("*.py")), ids=lambda path: path.name)
+def test_diffusion_needs_torch_alone(path):
+    outside = {name.split(".")[0] for name in imports_of(tree_of(path))} - set(sys.stdlib_module_names)
+    assert outside <= {"torch", "atoll"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_pickle(path):
+    tree = tree_of(path)
+    assert not {name.split(".")[0] for name in imports_of(tree)} & PICKLES
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        assert call != "torch.save", "weights are safetensors"
+        assert not (call in ("np.load", "numpy.load") and "allow_pickle" in ast.unparse(node))
+        if call == "torch.load":
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert "convert" in path.parts, "only converters read published checkpoints"
+            assert options.get("weights_only") == "True"
+
+
+def test_every_module_imports_with_the_core_alone():
+    """In a fresh interpreter where any package outside the core, and what the core itself needs, does not exist."""
+    program = """
+import importlib, sys
+from importlib.metadata import packages_distributions, requires
+from packaging.requirements import Requirement
+
+core, modules = set(sys.argv[1].split(",")), sys.argv[2].split(",")
+names = packages_distributions()
+allowed, todo = set(), [d.lower().replace("_", "-") for m in core for d in names[m]]
+while todo:
+    name = todo.pop()
+    if name not in allowed:
+        allowed.add(name)
+        for line in requires(name) or []:
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                todo.append(need.name.lower().replace("_", "-"))
+blocked = {
+    m for m, owners in names.items()
+    if m != "atoll" and not {o.lower().replace("_", "-") for o in owners} & allowed
+}
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"blocked: {name}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+assert {"diffusers", "transformers", "scipy", "matplotlib"} <= blocked, sorted(blocked)
+for module in modules:
+    importlib.import_module(module)
+"""
+    modules = [
+        ".".join(("atoll", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in MODULES
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", program, ",".join(CORE), ",".join(modules)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_core_is_what_pyproject_says():
+    project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["project"]
+    declared = {line.split(">")[0].split("=")[0].strip().replace("-", "_") for line in project["dependencies"]}
+    assert declared == CORE
