@@ -13,7 +13,7 @@ setup: $(VENV)/.installed  ## make .venv and install what is needed, once
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,dev]'
 	touch $@
 
 test: setup  ## run the tests

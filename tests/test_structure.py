@@ -22,7 +22,15 @@ MAY_IMPORT = {
     "evaluation": {"diffusion", "models", "partition", "data", "training", "sampling"},
     "cli": {"diffusion", "models", "partition", "data", "training", "sampling", "evaluation"},
 }
-CORE = {"torch", "numpy", "safetensors", "huggingface_hub"}  # the dependencies in pyproject.toml
+CORE = {
+    "torch",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "pillow",
+    "tqdm",
+    "tyro",
+}  # the dependencies in pyproject.toml
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
