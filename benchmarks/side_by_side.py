@@ -111,14 +111,15 @@ def ratio(above: list[float], below: list[float]) -> str:
 def matrix_products(run: Callable[[], object], backward: bool) -> Callable[[], None]:
     """A function that does the bare matrix products of `run`, at its shapes and in its order, and nothing else.
 
-    Linear layers and attention count; with `backward`, so do the two products behind each of theirs.
+    Linear layers and attention count; with `backward`, so do the products of their gradients that are asked for.
     """
-    linears: list[tuple[int, int, int]] = []
+    linears: list[tuple[int, int, int, bool]] = []
     attentions: list[tuple[torch.Size, torch.Size]] = []
     linear, attention = F.linear, F.scaled_dot_product_attention
 
     def watch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        linears.append((x.numel() // x.shape[-1], *weight.shape))
+        out, width = weight.shape
+        linears.append((x.numel() // width, out, width, x.requires_grad))
         return linear(x, weight, bias)
 
     def watch_attention(q: Tensor, k: Tensor, *args: object, **options: object) -> Tensor:
@@ -128,18 +129,19 @@ def matrix_products(run: Callable[[], object], backward: bool) -> Callable[[], N
     with patch.object(F, "linear", watch_linear), patch.object(F, "scaled_dot_product_attention", watch_attention):
         run()
 
-    products: list[tuple[Tensor, Tensor, Tensor]] = []
-    for rows, out, width in linears:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for rows, out, width, needs_gradient in linears:
         x, w, y = torch.randn(rows, width), torch.randn(out, width), torch.randn(rows, out)
-        products.append((x, w.T, y))
+        pairs.append((x, w.T))
         if backward:
-            products += [(y, w, x), (y.T, x, w)]
+            pairs += [(y.T, x), (y, w)] if needs_gradient else [(y.T, x)]
     for q_shape, k_shape in attentions:
         q, k = torch.randn(q_shape), torch.randn(k_shape)
         scores = torch.randn(q_shape[0], q_shape[1], k_shape[1])
-        products += [(q, k.mT, scores), (scores, k, q)]
+        pairs += [(q, k.mT), (scores, k)]
         if backward:
-            products += [(q, k.mT, scores), (scores, k, q), (scores.mT, q, k), (scores.mT, q, k)]
+            pairs += [(q, k.mT), (scores, k), (scores.mT, q), (scores.mT, q)]
+    products = [(a, b, torch.matmul(a, b)) for a, b in pairs]
 
     def multiply() -> None:
         for a, b, out in products:

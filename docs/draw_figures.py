@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atoll.diffusion.objective import Objective
-from atoll.diffusion.oracle import ClusteredGaussians, mixed_velocity
+from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Prediction, x0_weight
 from atoll.diffusion.schedules import LINEAR, SCHEDULES
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, Step, euler, uniform_times
@@ -49,17 +49,13 @@ CONVERSIONS = {
 }
 
 
-def ensemble(data: ClusteredGaussians, transfers: list[Transfer], x: Tensor, t: Tensor) -> Tensor:
-    velocities = [
-        transfer.velocity(data.expert(k, transfer.prediction, transfer.schedule), x, t)
-        for k, transfer in enumerate(transfers)
-    ]
-    return mixed_velocity(data.posterior(x, LINEAR(t)), torch.stack(velocities))
-
-
 def transfers_of(label: str) -> list[Transfer]:
     conversion, safeguards = CONVERSIONS[label]
-    return [Transfer(kind, SCHEDULES[name], conversion, safeguards=safeguards) for kind, name in KINDS]
+    everywhere = (-math.inf, math.inf)  # perfect experts know the noise levels outside a table, too
+    return [
+        Transfer(kind, SCHEDULES[name], conversion, safeguards=safeguards, log_snr_range=everywhere)
+        for kind, name in KINDS
+    ]
 
 
 def nearest_distance(x: Tensor, data: Tensor) -> float:
@@ -112,7 +108,7 @@ def paths(data: ClusteredGaussians, transfers: list[Transfer], noise: Tensor) ->
     points = [noise]
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
-        return ensemble(data, transfers, x, t)
+        return data.ensemble_velocity(transfers, x, t)
 
     def keep(step: Step) -> None:
         points.append(step.x)
@@ -136,7 +132,7 @@ def draw_conversion_error() -> None:
                 x0, _ = data.sample(256, g)
                 x = (1 - t) * x0 + t * torch.randn(x0.shape, generator=g, dtype=torch.float64)
                 true = data.velocity(x, t)
-                error = (ensemble(data, transfers_of(label), x, t) - true).norm(dim=1) / true.norm(dim=1)
+                error = (data.ensemble_velocity(transfers_of(label), x, t) - true).norm(dim=1) / true.norm(dim=1)
                 middle.append(float(error.median()))
                 worst.append(float(error.max()))
             axis.semilogy(times, middle, color=colour, label=label, linewidth=2)

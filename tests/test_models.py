@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers.models.embeddings import get_2d_sincos_pos_embed
+from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -161,16 +161,40 @@ def test_variants(changes):
     assert dit(x, t, text, mask).shape == x.shape
 
 
-def test_gradient_checkpointing_changes_no_gradient():
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient():
     dit = small()
     x, t, text, mask = inputs()
-    grads = []
+    grads, runs = [], []
+    dit.blocks[0].mlp.register_forward_hook(lambda *_: runs.append(dit.gradient_checkpointing))
     for dit.gradient_checkpointing in (False, True):
         dit.zero_grad()
         dit(x, t, text, mask).square().sum().backward()
         grads.append([p.grad.clone() for p in dit.parameters() if p.grad is not None])
     for plain, recomputed in zip(*grads, strict=True):
         torch.testing.assert_close(plain, recomputed)
+    assert runs == [False, True, True]
+
+
+def test_the_norm_of_equation_17():
+    """With it, the scale of what comes to cross-attention does not matter; without, it does."""
+    _, _, text, mask = inputs()
+    for norm in (True, False):
+        block = small(cross_attention_norm=norm).blocks[0]
+        keys, values = small().read_text(text, mask).keys_values[0]
+        h, seen = torch.randn(3, 16, 64), []
+        block.cross.q.register_forward_hook(lambda _, inputs, __, seen=seen: seen.append(inputs[0]))
+        block(h, torch.zeros(1, 6, 64), keys, values, None)
+        assert torch.allclose(seen[0].std(-1), torch.ones(3, 16), atol=0.02) == norm
+
+
+def test_time_is_shown_as_steps():
+    """Eq. 20, against diffusers' own sinusoids."""
+    dit, seen = small(), []
+    dit.time_embed.mlp.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    x, t, text, mask = inputs()
+    dit(x, t, text, mask)
+    theirs = get_timestep_embedding(999 * t, 256, flip_sin_to_cos=True, downscale_freq_shift=0)
+    torch.testing.assert_close(seen[0], theirs, rtol=0, atol=1e-4)
 
 
 def test_bfloat16():
@@ -187,8 +211,12 @@ def test_bfloat16():
 
 @pytest.mark.slow
 def test_compile():
+    """Whole with the text read outside, and right if not."""
     dit = small()
     x, t, text, mask = inputs()
+    whole, context = torch.compile(dit, fullgraph=True), dit.read_text(text, mask)
+    torch.testing.assert_close(whole(x, t, context), dit(x, t, context), rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
     torch.testing.assert_close(torch.compile(dit)(x, t, text, mask), dit(x, t, text, mask), rtol=1e-4, atol=1e-4)
 
 
@@ -239,7 +267,7 @@ class TestRouter:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        assert float(loss) < 0.3
+        assert loss.item() < 0.3
 
 
 class TestBadInput:
@@ -254,7 +282,13 @@ class TestBadInput:
             ({"text": None, "mask": None}, "for none, encode the empty string"),
             ({"text": torch.zeros(3, 9, 7)}, r"text must have shape \[batch, length, 24\]"),
             ({"text": torch.zeros(2, 9, TEXT_DIM), "mask": None}, "2 texts for 3 samples"),
-            ({"mask": torch.ones(3, 5)}, r"text mask must have shape \[3, 9\]"),
+            ({"mask": torch.ones(3, 5, dtype=torch.bool)}, r"text mask must have shape \[3, 9\]"),
+            ({"mask": torch.full((3, 9), -1e9)}, "text mask must be True or 1 where there is a token"),
+            ({"mask": torch.full((3, 9), 2)}, "text mask must be True or 1 where there is a token"),
+            ({"text": torch.zeros(3, 0, TEXT_DIM), "mask": None}, "text must have shape"),
+            ({"text": ["a red car"], "mask": None}, "the text was not read by this network"),
+            ({"x": torch.zeros(3, 4, 8, 8).double()}, "x has dtype torch.float64 but the network has torch.float32"),
+            ({"text": torch.zeros(3, 9, TEXT_DIM).half()}, "text has dtype torch.float16"),
             ({"mask": torch.tensor([[1] * 9, [0] * 9, [1] * 9])}, "text 1 of the batch has no token at all"),
         ],
     )
@@ -269,10 +303,18 @@ class TestBadInput:
         with pytest.raises(InputError, match="built without text"):
             Router(RouterConfig(**preset("xs", input_size=SIZE, text_dim=None)))(x, t, text)
 
+    def test_text_read_by_another(self):
+        x, t, text, _ = inputs()
+        with pytest.raises(InputError, match="not read by this network"):
+            small()(x, t, small(depth=3).read_text(text))
+
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"depth": 0}, "depth must be at least 1"),
+            ({"depth": 0}, "depth must be a whole number from 1 to 1024, but is 0"),
+            ({"depth": 2.5}, "depth must be a whole number"),
+            ({"mlp_ratio": float("nan")}, "mlp_ratio must be a number from 0.01"),
+            ({"out_channels": 0}, "out_channels must be a whole number"),
             ({"input_size": 9}, "not a multiple of patch_size"),
             ({"num_heads": 7}, "multiple of 4 and of num_heads"),
             ({"text_projection": "cubic"}, "unknown text_projection 'cubic'"),

@@ -77,5 +77,8 @@ def test_bad_input(rng):
         estimate(Prediction.EPS, torch.zeros(2, 4), x, at)
     with pytest.raises(InputError, match="one time for the whole batch"):
         estimate(Prediction.EPS, torch.zeros(3, 3), torch.zeros(3, 3), at)
+    for function in (lambda: estimate("epsilon", x, x, at), lambda: x0_weight("epsilon", at)):
+        with pytest.raises(InputError, match="unknown prediction 'epsilon'"):
+            function()
     with pytest.raises(InputError, match=r"unknown prediction 'epsilon': .*accepted are eps, v, velocity, x0"):
         Prediction("epsilon")

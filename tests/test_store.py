@@ -3,9 +3,11 @@
 import json
 import os
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
 from atoll.errors import InputError
@@ -70,23 +72,40 @@ def test_push_to_hub(monkeypatch):
     """The folder that would be uploaded is one that loads."""
     seen = {}
 
-    class Api:
-        def create_repo(self, repo_id: str, exist_ok: bool) -> None:
-            seen["repo"] = repo_id
+    def upload(repo_id: str, folder_path: str) -> str:
+        seen["model"] = DiT.from_pretrained(folder_path)
+        return f"uploaded {repo_id}"
 
-        def upload_folder(self, repo_id: str, folder_path: str, private: bool) -> str:
-            seen["model"] = DiT.from_pretrained(folder_path)
-            return f"uploaded {repo_id}"
-
-    monkeypatch.setattr(store, "HfApi", Api)
-    assert DiT(EXPERT).push_to_hub("someone/expert", private=True) == "uploaded someone/expert"
-    assert seen["repo"] == "someone/expert"
+    api = create_autospec(HfApi)  # calls that the real one would not take are refused
+    api.return_value.upload_folder.side_effect = upload
+    monkeypatch.setattr(store, "HfApi", api)
+    assert DiT(EXPERT).push_to_hub("someone/expert", private=True, token="secret") == "uploaded someone/expert"
+    api.assert_called_once_with(token="secret")
+    api.return_value.create_repo.assert_called_once_with("someone/expert", private=True, exist_ok=True)
     assert seen["model"].config == EXPERT
+    api.return_value.create_repo.side_effect = OSError("no such user\nmore")
+    with pytest.raises(InputError, match=r"the hub did not take someone/expert \(no such user\)"):
+        DiT(EXPERT).push_to_hub("someone/expert")
 
 
 def test_from_the_hub(folder, monkeypatch):
     monkeypatch.setattr(store, "snapshot_download", lambda repo_id, **options: folder)
     assert DiT.from_pretrained("someone/expert").config == EXPERT
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="cannot write the model to"):
+            DiT(EXPERT).save_pretrained(place)
+
+
+def test_weights_that_diverged_are_not_saved(folder):
+    model = DiT(EXPERT)
+    torch.nn.init.constant_(model.out.bias, torch.nan)
+    with pytest.raises(InputError, match=r"out.bias holds values that are not finite"):
+        model.save_pretrained(folder)
+    assert torch.isfinite(DiT.from_pretrained(folder).out.bias).all()
 
 
 class TestBadFolder:
@@ -110,6 +129,8 @@ class TestBadFolder:
         self.refused(folder, "config.json cannot be read as JSON")
         (folder / "config.json").write_text("[1]")
         self.refused(folder, "must hold a table of keys and values")
+        (folder / "config.json").write_text("[" * 100_000)
+        self.refused(folder, "config.json cannot be read as JSON")
 
     def test_unknown_keys(self, folder):
         edit(folder, surprise=1)
@@ -123,6 +144,16 @@ class TestBadFolder:
         self.refused(folder, "depth of the architecture in .* must be of type int, but is 'two'")
         edit(folder, architecture={**good, "depth": True})
         self.refused(folder, "depth of the architecture in .* must be of type int")
+        for key, value in {
+            "mlp_ratio": -1.0,
+            "time_scale": 1e300,
+            "hidden_size": 10**30,
+            "depth": 10**9,
+            "out_channels": 0,
+            "text_dim": 0,
+        }.items():
+            edit(folder, architecture={**good, key: value})
+            self.refused(folder, f"{key} must be a")
         edit(folder, architecture=None)
         self.refused(folder, "must be a table of keys and values")
 
@@ -144,6 +175,13 @@ class TestBadFolder:
         weights["time_block.bias"][3] = torch.nan
         save_file(weights, folder / "model.safetensors")
         self.refused(folder, "time_block.bias in .* holds values that are not finite")
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn])
+    def test_other_types(self, folder, dtype):
+        weights = load_file(folder / "model.safetensors")
+        weights["out.bias"] = weights["out.bias"].to(dtype)
+        save_file(weights, folder / "model.safetensors")
+        self.refused(folder, "they must all be of one floating type")
 
     def test_other_weights(self, folder):
         weights = load_file(folder / "model.safetensors")

@@ -10,8 +10,11 @@ from torch import Tensor
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import LINEAR, SCHEDULES
+from atoll.diffusion.solvers import SOLVERS, uniform_times
 from atoll.diffusion.transfer import Calibration, Conversion, Predict, Safeguards, Transfer
 from atoll.errors import InputError
+from atoll.models.dit import DiT, DiTConfig
+from atoll.models.presets import preset
 
 COSINE = SCHEDULES["cosine"]
 DATA = ClusteredGaussians.random(1, 4, 16)
@@ -83,10 +86,10 @@ def test_the_gain_is_the_regression_coefficient(rng):
 
 
 def test_gain_between_and_beyond_the_levels():
-    gains = torch.tensor([0.2, 0.6, 1.0])
+    gains = torch.tensor([0.2, 0.6, 0.9])
     calibration = Calibration(torch.tensor([-4.0, 0.0, 4.0]), gains, torch.zeros(2))
     asked = torch.tensor([-math.inf, -6.0, -4.0, -2.0, 0.0, 4.0, 9.0, math.inf])
-    expected = torch.tensor([0.0, 0.2 * math.exp(-2), 0.2, 0.4, 0.6, 1.0, 1.0, 1.0])
+    expected = torch.tensor([0.0, 0.2 * math.exp(-2), 0.2, 0.4, 0.6, 0.9, 1 - 0.1 * math.exp(-5), 1.0])
     torch.testing.assert_close(calibration.gain_at(asked), expected)
     torch.testing.assert_close(calibration.gain_at(torch.tensor(-2.0)), torch.tensor(0.4))
 
@@ -122,6 +125,57 @@ def test_outside_the_range_seen_the_nearest_x0_stands(prediction):
         if t >= 0.5:
             true, _ = DATA.estimate(x, LINEAR(at))
             assert float((x0 - true).norm() / true.norm()) < 0.02
+
+
+@pytest.mark.parametrize("prediction", Prediction)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_real_network_of_any_kind_can_be_sampled(prediction, name, solver):
+    """By default a network is asked only for times in [0, 1], and what it says leads to numbers."""
+    net = DiT(DiTConfig(**preset("xs", input_size=8, text_dim=None)))
+    torch.nn.init.normal_(net.out.weight, std=0.1)
+    transfer = Transfer(prediction, name)
+    with torch.no_grad():
+        velocity = lambda x, t: transfer.velocity(net, x, t)  # noqa: E731
+        found = SOLVERS[solver](velocity, torch.randn(2, 4, 8, 8), uniform_times(4), None)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", ["cosine", "ddpm", "ddpm-scaled"])
+@pytest.mark.parametrize("level", [0.0, 0.05])
+def test_an_x0_expert_survives_the_clean_end(solver, name, level):
+    """Its error divided by sigma must not be what the last step lands on."""
+    schedule, g = SCHEDULES[name], torch.Generator().manual_seed(0)
+    perfect = DATA.expert(0, Prediction.X0, schedule)
+    noise = torch.randn(300, 16, generator=g, dtype=torch.float64)
+    reference = SOLVERS["midpoint"](DATA.velocity, noise, uniform_times(400), None)
+    transfer = Transfer(Prediction.X0, schedule)
+    error = level * torch.randn(300, 16, generator=g, dtype=torch.float64)
+    found = SOLVERS[solver](
+        lambda x, t: transfer.velocity(lambda x, t: perfect(x, t) + error, x, t), noise, uniform_times(50), None
+    )
+    assert float((found - reference).square().mean().sqrt()) < 0.03 + 6 * level
+
+
+def test_a_calibration_ends_at_the_data():
+    """A last gain below 1 must not pull at t = 0, where x is the data."""
+    calibration = Calibration(torch.tensor([-4.0, 6.0]), torch.tensor([0.5, 0.99]), torch.zeros(16))
+    transfer = Transfer(Prediction.VELOCITY, LINEAR, calibration=calibration)
+    x, t = torch.randn(4, 16), torch.tensor(0.0)
+    expert = lambda x, t: torch.ones_like(x)  # noqa: E731
+    torch.testing.assert_close(transfer.velocity(expert, x, t), expert(x, t), rtol=0, atol=1e-3)
+
+
+def test_precision_is_that_of_x():
+    """float64 times do not bring float32 samples closer to an end than they can bear."""
+    for t in (0.0, 1.0):
+        for prediction in Prediction:
+            x = torch.randn(50, 16)
+            expert = lambda x, s, p=prediction: DATA.expert(0, p, COSINE)(x.double(), s.double()).float()  # noqa: E731
+            coarse = Transfer(prediction, COSINE).velocity(expert, x, torch.tensor(t, dtype=torch.float64))
+            true = DATA.velocity(x.double(), torch.tensor(t, dtype=torch.float64).clamp(1e-6, 1 - 1e-6))
+            assert float((coarse - true).norm() / true.norm()) < 0.01
 
 
 def test_an_expert_on_the_canonical_path_is_passed_through():
@@ -164,6 +218,8 @@ class TestPaper:
         steep = math.pi / 2 * self.sigma
         torch.testing.assert_close(self.velocity(equation=7, damping=True), self.velocity(equation=7) / steep)
         torch.testing.assert_close(self.velocity(equation=8, damping=True), self.velocity(equation=8))
+        self.t = torch.tensor(0.84, dtype=torch.float64)  # before it starts
+        torch.testing.assert_close(self.velocity(equation=7, damping=True), self.velocity(equation=7))
 
 
 def test_bad_input():
@@ -175,6 +231,23 @@ def test_bad_input():
         Transfer(Prediction.EPS, COSINE).velocity(lambda x, t: x, torch.zeros(1, 2), torch.tensor(2.0))
     with pytest.raises(InputError, match="equation must be 7 or 8"):
         Safeguards(equation=6)
+    for name in ("clamp", "alpha_floor"):
+        with pytest.raises(InputError, match=f"{name} must be above 0"):
+            Safeguards(**{name: -1.0})
+    with pytest.raises(InputError, match="gives velocities only"):
+        Transfer(Prediction.EPS, COSINE, "paper").estimate(lambda x, t: x, torch.zeros(1, 2), torch.tensor(0.5))
+    with pytest.raises(InputError, match="unknown schedule 'cosinus'"):
+        Transfer(Prediction.EPS, "cosinus")
+    with pytest.raises(InputError, match="keep latents in float32"):
+        Transfer(Prediction.EPS, COSINE).velocity(lambda x, t: x, torch.zeros(1, 2).half(), torch.tensor(0.5))
+    with pytest.raises(InputError, match="float32 or float64 fractions"):
+        Transfer(Prediction.EPS, COSINE).velocity(lambda x, t: x, torch.zeros(1, 2), torch.tensor(0.5).half())
+    with pytest.raises(InputError, match=r"shape \[1, 1\] but x has \[1, 2\]"):
+        Transfer(Prediction.VELOCITY, LINEAR).velocity(lambda x, t: x[:, :1], torch.zeros(1, 2), torch.tensor(0.5))
+    with pytest.raises(InputError, match=r"for samples \[3\], but x has \[2\]"):
+        Transfer(
+            Prediction.EPS, COSINE, calibration=Calibration(torch.zeros(1), torch.ones(1), torch.zeros(3))
+        ).velocity(lambda x, t: x, torch.zeros(1, 2), torch.tensor(0.5))
     with pytest.raises(InputError, match="low < high"):
         Transfer(Prediction.EPS, COSINE, log_snr_range=(3.0, -3.0))
     level, mean = torch.tensor([0.0, 1.0]), torch.zeros(2)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from atoll.errors import InputError, unknown
 
@@ -30,7 +31,7 @@ def build(cls: type[T], values: object, what: str) -> T:
 
 def _fits(value: object, hint: Any) -> bool:
     """Whether a value from JSON or TOML fits a plain type or a union of them; other types check themselves."""
-    options = getattr(hint, "__args__", (hint,))
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not all(option in (int, float, str, bool, type(None)) for option in options):
         return True
     if isinstance(value, int) and not isinstance(value, bool) and float in options:

@@ -1,12 +1,13 @@
 """What an expert is trained on: a prediction, a schedule, a law for times and a weighting."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from atoll.diffusion.prediction import Prediction, output_for, x0_weight
-from atoll.diffusion.schedules import Schedule, check_times, get_schedule, interior
+from atoll.diffusion.prediction import Prediction, check_output, output_for, x0_weight
+from atoll.diffusion.schedules import Schedule, check_times, get_schedule
 from atoll.diffusion.transfer import Predict
 from atoll.errors import InputError, unknown
 
@@ -34,8 +35,10 @@ class Objective:
         if self.weighting not in WEIGHTINGS:
             raise unknown("weighting", self.weighting, WEIGHTINGS)
         for name in ("time_std", "min_snr_gamma"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} must be above 0, but is {getattr(self, name)!r}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name} must be above 0 and finite, but is {getattr(self, name)!r}")
+        if not math.isfinite(self.time_mean):
+            raise InputError(f"time_mean must be finite, but is {self.time_mean!r}")
 
     @property
     def path(self) -> Schedule:
@@ -53,7 +56,7 @@ class Objective:
         """The factor on the squared error at t; min-SNR makes the weight of the x0 error min(SNR, gamma)."""
         if self.weighting == "plain":
             return torch.ones_like(t)
-        at = self.path(interior(t))
+        at = self.path(self.path.inside(t))
         snr = (at.alpha / at.sigma) ** 2
         return snr.clamp(max=self.min_snr_gamma) / x0_weight(self.prediction, at)
 
@@ -65,6 +68,7 @@ class Objective:
         at = self.path(t)
         alpha, sigma, _, _ = at.over(x0)
         output = predict(alpha * x0 + sigma * eps, t)
+        check_output(output, x0)
         # The tables' d_sigma is infinite only at clean data, outside [0, 1]: targets are finite everywhere.
         target = output_for(self.prediction, x0, eps, at)
         return self.weight(t) * ((output - target) ** 2).flatten(1).mean(1)

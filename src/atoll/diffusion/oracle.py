@@ -4,6 +4,7 @@ The data are K clusters, each a mixture of Gaussians with diagonal covariance. F
 means of x0 and eps given x, of one cluster or of all, are sums over components, and so is p(cluster | x).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from atoll.diffusion.prediction import Estimate, Prediction, output_for
 from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule
-from atoll.diffusion.transfer import Predict
+from atoll.diffusion.transfer import Predict, Transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,14 @@ class ClusteredGaussians:
         """The true marginal velocity of all the data on the canonical path: what Eq. 1 must add up to."""
         x0, eps = self.estimate(x, LINEAR.coefficients(t))
         return eps - x0
+
+    def ensemble_velocity(self, transfers: Sequence[Transfer], x: Tensor, t: Tensor) -> Tensor:
+        """The same by Eq. 1: an expert a cluster, each of its own kind, weighted by the perfect router."""
+        velocities = [
+            transfer.velocity(self.expert(k, transfer.prediction, transfer.schedule), x, t)
+            for k, transfer in enumerate(transfers)
+        ]
+        return mixed_velocity(self.posterior(x, LINEAR(t)), torch.stack(velocities))
 
     def _components(self, x: Tensor, at: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
         """log p(component, x) up to a constant [B, K, M], and E[x0], E[eps] given it [B, K, M, D]."""

@@ -34,19 +34,19 @@ class Coefficients(NamedTuple):
 def over(values: Tensor, x: Tensor) -> Tensor:
     """One value for the whole batch (0-d), or one a sample ([B]), shaped and typed to multiply x[B, ...]."""
     if values.dim() == 0:
-        return values.to(x.dtype)
+        return values.to(x.device, x.dtype)
     if values.dim() != 1 or (values.shape[0] != x.shape[0] and values.shape[0] != 1):
         raise InputError(
             f"t has shape {list(values.shape)} but x has shape {list(x.shape)}: "
             "give one time for the whole batch (a 0-d tensor) or one a sample"
         )
-    return values.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+    return values.to(x.device, x.dtype).view(-1, *[1] * (x.dim() - 1))
 
 
 def check_times(t: Tensor) -> None:
     """Refuse times outside [0, 1]. Only on the CPU: elsewhere the look itself would stall the device."""
-    if not t.is_floating_point():
-        raise InputError(f"t has dtype {t.dtype}: times are fractions in [0, 1], not step numbers")
+    if t.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"t has dtype {t.dtype}: times are float32 or float64 fractions in [0, 1], not step numbers")
     if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
         return
     least, most = (float(end) for end in torch.aminmax(t.detach()))
@@ -88,6 +88,10 @@ class Schedule(ABC):
     @abstractmethod
     def time_of(self, log_snr: Tensor) -> Tensor:
         """The inverse of `log_snr`."""
+
+    def inside(self, t: Tensor) -> Tensor:
+        """t kept off the ends where alpha or sigma vanishes; a table has no such ends."""
+        return interior(t) if math.isinf(self.log_snr_range[0]) else t
 
     @cached_property
     def log_snr_range(self) -> tuple[float, float]:

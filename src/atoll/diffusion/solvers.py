@@ -4,8 +4,7 @@ A solver is a pure function of a velocity, a start and a descending grid of time
 0-d time for the whole batch. The native samplers walk an expert's own schedule instead, as DDPM did.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.diffusion.prediction import Estimate
-from atoll.diffusion.schedules import Schedule, check_times, interior
+from atoll.diffusion.schedules import Schedule, check_times
 from atoll.errors import InputError, unknown
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -33,6 +32,7 @@ class Step(NamedTuple):
 
 
 OnStep = Callable[[Step], None]
+Generators = torch.Generator | Sequence[torch.Generator] | None
 Solver = Callable[[Velocity, Tensor, Tensor, OnStep | None], Tensor]
 
 
@@ -41,8 +41,8 @@ Solver = Callable[[Velocity, Tensor, Tensor, OnStep | None], Tensor]
 
 def uniform_times(num_steps: int, start: float = 1.0, end: float = 0.0) -> Tensor:
     """num_steps + 1 times, evenly spaced from start down to end."""
-    if num_steps < 1:
-        raise InputError(f"the number of steps must be at least 1, but is {num_steps}")
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise InputError(f"the number of steps must be a whole number of at least 1, but is {num_steps}")
     if not 0 <= end < start <= 1:
         raise InputError(f"times must run from start down to end within [0, 1], but are {start} and {end}")
     return torch.linspace(start, end, num_steps + 1, dtype=torch.float64)
@@ -50,8 +50,8 @@ def uniform_times(num_steps: int, start: float = 1.0, end: float = 0.0) -> Tenso
 
 def shifted_times(num_steps: int, shift: float = 3.0, start: float = 1.0, end: float = 0.0) -> Tensor:
     """t -> shift t / (1 + (shift - 1) t): above 1, more of the steps at high noise, as larger images need."""
-    if not (math.isfinite(shift) and shift > 0):
-        raise InputError(f"the shift must be above 0, but is {shift}")
+    if not 1e-3 <= shift <= 1e3:
+        raise InputError(f"the shift must lie between 0.001 and 1000, but is {shift}")
     t = uniform_times(num_steps, start, end)
     return shift * t / (1 + (shift - 1) * t)
 
@@ -70,12 +70,16 @@ def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None =
 
 
 def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
-    """Order 2: the mean of the slopes at both ends; two evaluations a step."""
+    """Order 2: the mean of the slopes at both ends; two evaluations a step.
+
+    A step to t = 0 takes the first slope alone, which costs no order: at t = 0 itself the noise in a sample is zero,
+    and an x0-predicting expert's error divided by it would be all there is.
+    """
     grid = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
         u = velocity(x, t)
-        u_end = velocity(x + h * u, t_next)
+        u_end = velocity(x + h * u, t_next) if t_next > 0 else u
         x, before = x + h * (u + u_end) / 2, x
         _show(on_step, i, t, x, before, u)
     return x
@@ -142,7 +146,7 @@ SOLVERS: dict[str, Solver] = {
 }
 
 EVALUATIONS = {"euler": 1, "heun": 2, "midpoint": 2, "multistep": 1, "dpm2m": 1}
-"""Calls of the velocity a step."""
+"""Calls of the velocity a step; one less in all for heun to t = 0."""
 
 
 def get_solver(name: str) -> Solver:
@@ -160,18 +164,19 @@ def ddim(
     x: Tensor,
     times: Tensor,
     eta: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
     on_step: OnStep | None = None,
 ) -> Tensor:
     """DDIM on the expert's own schedule; eta scales the fresh noise of each step, 0 is deterministic.
 
-    Time 0 in the grid stands for clean data, also on a table, whose own step 0 still has some noise.
+    Time 0 in the grid stands for clean data, also on a table, whose own step 0 still has some noise. With a list of
+    generators, one a sample, a sample does not depend on the batch it is in.
     """
     if not 0 <= eta <= 1:
         raise InputError(f"eta must lie in [0, 1], but is {eta}")
     grid = _grid(times, x)
     for i, (t_grid, t_next) in enumerate(pairwise(grid)):
-        t = interior(t_grid)
+        t = schedule.inside(t_grid)
         x0, eps = denoise(x, t)
         alpha, sigma, _, _ = schedule(t)
         after = t_next if t_next > 0 else torch.full_like(t_next, schedule.data_time)
@@ -181,7 +186,7 @@ def ddim(
         fresh = eta * sigma_next / sigma * added.clamp_min(0).sqrt()
         x = alpha_next * x0 + (sigma_next**2 - fresh**2).clamp_min(0).sqrt() * eps
         if eta > 0:
-            x = x + fresh * torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+            x = x + fresh * _noise_like(x, generator)
         if on_step is not None:
             on_step(Step(i, t, x, x0))
     return x
@@ -192,7 +197,7 @@ def ancestral(
     schedule: Schedule,
     x: Tensor,
     times: Tensor,
-    generator: torch.Generator | None = None,
+    generator: Generators = None,
     on_step: OnStep | None = None,
 ) -> Tensor:
     """Ancestral DDPM sampling, the papers' "native DDPM": DDIM with all of the posterior's noise."""
@@ -202,12 +207,25 @@ def ancestral(
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def _noise_like(x: Tensor, generator: Generators) -> Tensor:
+    """Noise of the shape of x, drawn where the generators are."""
+    if isinstance(generator, Sequence):
+        if len(generator) != len(x):
+            raise InputError(
+                f"there are {len(generator)} generators for {len(x)} samples: give one for each, or one for all"
+            )
+        return torch.cat([_noise_like(one, g) for one, g in zip(x.split(1), generator, strict=True)])
+    device = x.device if generator is None else generator.device
+    return torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+
+
 def _grid(times: Tensor, x: Tensor) -> Tensor:
     """The grid checked, in the precision of x (at least single) and where x is."""
-    if times.dim() != 1 or len(times) < 2 or not bool((times.diff() < 0).all()):
+    grid = times.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if grid.dim() != 1 or len(grid) < 2 or not bool((grid.diff() < 0).all()):
         raise InputError("a time grid is at least two times, each below the one before")
-    check_times(times)
-    return times.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
+    check_times(grid)
+    return grid.to(x.device)
 
 
 def _show(on_step: OnStep | None, number: int, t: Tensor, x: Tensor, before: Tensor, u: Tensor) -> None:

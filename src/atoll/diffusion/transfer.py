@@ -7,6 +7,7 @@ A trained EPS expert is not exact, and where alpha is small its x0 is its error 
 what `calibrated` is for.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,8 +15,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from atoll.diffusion.prediction import Estimate, Prediction, estimate
-from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, check_times, interior, over
+from atoll.diffusion.prediction import Estimate, Prediction, check_output, estimate
+from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, check_times, get_schedule, interior, over
 from atoll.errors import InputError, unknown
 
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -63,19 +64,20 @@ class Calibration:
             raise InputError("a calibration needs as many estimates and levels as samples")
         if not 1 <= num_bins <= len(x0):
             raise InputError(f"num_bins must lie between 1 and the {len(x0)} samples there are, but is {num_bins}")
-        truth, guess = (x0 - mean).flatten(1), (x0_hat - mean).flatten(1)
+        truth, guess = ((values.double() - mean).flatten(1) for values in (x0, x0_hat))
         levels, gains = [], []
         for rows in torch.argsort(log_snr).tensor_split(num_bins):
             gain = (truth[rows] * guess[rows]).sum() / (guess[rows] ** 2).sum().clamp_min(1e-30)
-            levels.append(log_snr[rows].mean())
+            levels.append(log_snr[rows].double().mean())
             gains.append(gain.clamp(0, 1))
-        return cls(torch.stack(levels), torch.stack(gains), mean)
+        return cls(torch.stack(levels).float(), torch.stack(gains).float(), mean)
 
     def gain_at(self, log_snr: Tensor) -> Tensor:
         """g, linear in log-SNR between the levels measured.
 
         Noisier than the noisiest of them, where x0_hat is error divided by alpha, the best gain falls as
-        alpha^2, that is, as the SNR itself: 0 at pure noise, where x0 is then the cluster's mean.
+        alpha^2, that is, as the SNR itself: 0 at pure noise, where x0 is then the cluster's mean. Cleaner than the
+        cleanest, what is left to 1 falls as sigma^2 in the same way.
         """
         levels, gains = (values.to(log_snr.device, log_snr.dtype) for values in (self.log_snr, self.gain))
         inside = log_snr.clamp(levels[0], levels[-1])
@@ -85,7 +87,8 @@ class Calibration:
             right = torch.searchsorted(levels, inside.contiguous()).clamp(1, len(levels) - 1)
             share = (inside - levels[right - 1]) / (levels[right] - levels[right - 1])
             known = torch.lerp(gains[right - 1], gains[right], share)
-        return known * torch.exp((log_snr - levels[0]).clamp(max=0))
+        noisier, cleaner = torch.exp((log_snr - levels[0]).clamp(max=0)), torch.exp((levels[-1] - log_snr).clamp(max=0))
+        return (1 - (1 - known) * cleaner) * noisier
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,9 @@ class Safeguards:
     def __post_init__(self) -> None:
         if self.equation not in (7, 8):
             raise InputError(f"equation must be 7 or 8, but is {self.equation!r}")
+        for name in ("clamp", "alpha_floor"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise InputError(f"{name} must be above 0, or None to switch it off, but is {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
@@ -119,42 +125,57 @@ class Transfer:
     calibration: Calibration | None = None
     safeguards: Safeguards = field(default_factory=Safeguards)
     log_snr_range: tuple[float, float] | None = None
-    """What the expert saw in training. Outside it, the x0 it gives at the nearest end stands."""
+    """What the expert saw in training; None: what its schedule has between t = 0 and 1. Beyond the noisy end its x0
+    at that end stands, beyond the clean end its eps. `paper` takes no notice of it."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", get_schedule(self.schedule))
+        if self.log_snr_range is None:
+            object.__setattr__(self, "log_snr_range", self.schedule.log_snr_range)
         default = Conversion.EXACT if self.calibration is None else Conversion.CALIBRATED
         object.__setattr__(self, "prediction", Prediction(self.prediction))
         object.__setattr__(self, "conversion", Conversion(self.conversion or default))
         if self.conversion is Conversion.CALIBRATED and self.calibration is None:
             raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")
-        if self.log_snr_range is not None and not self.log_snr_range[0] < self.log_snr_range[1]:
+        assert self.log_snr_range is not None
+        if not self.log_snr_range[0] < self.log_snr_range[1]:
             raise InputError(f"log_snr_range must be (low, high) with low < high, but is {self.log_snr_range}")
 
     def velocity(self, predict: Predict, x: Tensor, t: Tensor) -> Tensor:
         """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample."""
         if self._is_canonical:
             check_times(t)
-            return predict(x, t)
+            output = predict(x, t)
+            check_output(output, x)
+            return output
         if self.conversion is Conversion.PAPER:
-            return self._paper(predict, x, t)
+            return self._paper(predict, x, _time_for(x, t))
         x0, eps = self.estimate(predict, x, t)
         return eps - x0
 
     def estimate(self, predict: Predict, x: Tensor, t: Tensor) -> Estimate:
         """The (x0, eps) behind canonical (x, t), by exact transfer and, if so set, calibrated."""
+        if self.conversion is Conversion.PAPER:
+            raise InputError("the paper's conversion gives velocities only: use 'exact' or 'calibrated' for x0 and eps")
         check_times(t)
-        inner = interior(t)
-        log_snr = LINEAR.log_snr(inner)
-        seen = log_snr if self.log_snr_range is None else log_snr.clamp(*self.log_snr_range)
-        here, at, native_x, native_t = matched(self.schedule, x, inner, seen)
+        t = _time_for(x, t)
+        assert self.log_snr_range is not None
+        noisiest, cleanest = self.log_snr_range
+        log_snr = LINEAR.log_snr(interior(t))
+        here, at, native_x, native_t = matched(self.schedule, x, interior(t), log_snr.clamp(noisiest, cleanest))
         x0, eps = estimate(self.prediction, predict(native_x, native_t), native_x, at)
 
         alpha, sigma, _, _ = here.over(x)
-        if self.log_snr_range is not None:
-            eps = torch.where(over(seen != log_snr, x).bool(), (x - alpha * x0) / sigma, eps)
+        if math.isfinite(noisiest):
+            eps = torch.where(over(log_snr < noisiest, x).bool(), (x - alpha * x0) / sigma, eps)
+        if math.isfinite(cleanest):
+            x0 = torch.where(over(log_snr > cleanest, x).bool(), (x - sigma * eps) / alpha, x0)
         if self.conversion is Conversion.CALIBRATED:
             assert self.calibration is not None
             mean = self.calibration.mean.to(x.device, x.dtype)
+            if mean.shape != x.shape[1:]:
+                raise InputError(f"the calibration is for samples {list(mean.shape)}, but x has {list(x.shape[1:])}")
             gain = over(self.calibration.gain_at(LINEAR.log_snr(t)), x)
             shrunk = mean + gain * (x0 - mean)
             x0, eps = shrunk, eps + alpha / sigma * (x0 - shrunk)  # x = alpha x0 + sigma eps still holds
@@ -167,26 +188,33 @@ class Transfer:
             self.prediction is Prediction.VELOCITY
             and self.schedule == LINEAR
             and self.conversion is not Conversion.CALIBRATED
-            and self.log_snr_range is None
+            and self.log_snr_range == LINEAR.log_snr_range
         )
 
     def _paper(self, predict: Predict, x: Tensor, t: Tensor) -> Tensor:
         """Eq. 5-8: the expert is asked at the canonical (x, t) itself, though its own marginal there is another."""
         guard = self.safeguards
         check_times(t)
-        at = self.schedule(interior(t))
+        at = self.schedule(self.schedule.inside(t))
         floored = at if guard.alpha_floor is None else at._replace(alpha=at.alpha.clamp_min(guard.alpha_floor))
         asked = floored if self.prediction is Prediction.EPS else at
         x0, eps = estimate(self.prediction, predict(x, t), x, asked)
         if guard.clamp is not None:
             x0 = x0.clamp(-guard.clamp, guard.clamp)
         path = self.schedule if guard.equation == 7 else LINEAR
-        _, _, d_alpha, d_sigma = path(interior(t))
+        _, _, d_alpha, d_sigma = path(path.inside(t))
         if guard.damping:
             steepest = torch.maximum(d_alpha.abs(), d_sigma.abs()).clamp_min(1)
             scale = torch.where(t > guard.damping_start, 1 / steepest, torch.ones_like(steepest))
             d_alpha, d_sigma = d_alpha * scale, d_sigma * scale
         return over(d_alpha, x) * x0 + over(d_sigma, x) * eps
+
+
+def _time_for(x: Tensor, t: Tensor) -> Tensor:
+    """t in the precision of x: what is finer would be lost, and what is coarser would lose."""
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"x has dtype {x.dtype}: keep latents in float32, and let the network alone run in less")
+    return t.to(x.dtype)
 
 
 def matched(

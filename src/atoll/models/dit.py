@@ -39,10 +39,17 @@ class TrunkConfig:
     time_scale: float = 999.0  # Eq. 20: t in [0, 1] is shown to the network as a step of [0, 999]
 
     def __post_init__(self) -> None:
-        for name in ("input_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "text_dim"):
+        limits = {"input_size": 4096, "in_channels": 4096, "patch_size": 256, "hidden_size": 65536, "depth": 1024}
+        for name, most in {**limits, "num_heads": 1024, "text_dim": 65536}.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, but is {value}")
+            if name == "text_dim" and value is None:
+                continue
+            if type(value) is not int or not 1 <= value <= most:
+                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value!r}")
+        for name in ("mlp_ratio", "time_scale"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0.01 <= value <= 1e6:
+                raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {value!r}")
         if self.input_size % self.patch_size:
             raise InputError(f"input_size {self.input_size} is not a multiple of patch_size {self.patch_size}")
         if self.hidden_size % self.num_heads or self.hidden_size % 4:
@@ -62,6 +69,12 @@ class DiTConfig(TrunkConfig):
     """An expert's architecture."""
 
     out_channels: int | None = None  # None: as many as come in
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = self.out_channels
+        if value is not None and (type(value) is not int or not 1 <= value <= 4096):
+            raise InputError(f"out_channels must be a whole number from 1 to 4096, or None, but is {value!r}")
 
 
 class TextContext(NamedTuple):
@@ -194,13 +207,15 @@ class Trunk(Stored):
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
         """The keys and values of each block for tokens[B, L, text_dim], mask[B, L] True where there is a token.
 
-        No work is done on padding: the projections see only real tokens, attention only the longest text.
+        No work is done on padding: the projections see only real tokens, attention only the longest text. How many that
+        are is a question to the device; where that hurts (CUDA graphs, torch.compile) read the text outside.
         """
         config = self.config
         if self.text_embed is None:
             raise InputError("this network was built without text (text_dim is None): pass no text to it")
-        if tokens.dim() != 3 or tokens.shape[2] != config.text_dim:
+        if tokens.dim() != 3 or tokens.shape[2] != config.text_dim or 0 in tokens.shape:
             raise InputError(f"text must have shape [batch, length, {config.text_dim}], but has {list(tokens.shape)}")
+        self._check_dtype("text", tokens)
         if mask is not None:
             tokens, mask = _without_padding(tokens, mask)
         real = tokens if mask is None else tokens[mask]  # [B, L, text_dim] or [all real tokens, text_dim]
@@ -246,6 +261,7 @@ class Trunk(Stored):
         if t.dim() > 1 or (t.dim() == 1 and len(t) not in (1, len(x))):
             raise InputError(f"t must be one time or one for each of the {len(x)} samples, but has {list(t.shape)}")
         check_times(t)
+        self._check_dtype("x", x)
         if text is None:
             if self.text_embed is not None:
                 raise InputError("this network needs a text: for none, encode the empty string")
@@ -254,10 +270,17 @@ class Trunk(Stored):
             text = self.read_text(text, mask)
         elif mask is not None:
             raise InputError("a text that has been read carries its own mask: pass none beside it")
+        if not isinstance(text, TextContext) or len(text.keys_values) != self.config.depth or self.text_embed is None:
+            raise InputError("the text was not read by this network: pass it through its read_text")
         num_texts = len(text.keys_values[0][0])
         if num_texts not in (1, len(x)):
             raise InputError(f"there are {num_texts} texts for {len(x)} samples: give one for all or one for each")
         return text
+
+    def _check_dtype(self, name: str, values: Tensor) -> None:
+        own = self.patch_embed.weight.dtype
+        if values.dtype != own and not torch.is_autocast_enabled(values.device.type):
+            raise InputError(f"{name} has dtype {values.dtype} but the network has {own}: convert one of them")
 
 
 class DiT(Trunk):
@@ -304,6 +327,8 @@ def _without_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | Non
     """The batch cut to its longest text, and no mask where that leaves nothing to hide."""
     if mask.shape != tokens.shape[:2]:
         raise InputError(f"the text mask must have shape {list(tokens.shape[:2])}, but has {list(mask.shape)}")
+    if mask.is_floating_point() or (mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())):
+        raise InputError("the text mask must be True or 1 where there is a token and False or 0 elsewhere")
     mask = mask.bool()
     if not bool(mask.any(1).all()):
         row = int((~mask.any(1)).nonzero()[0])

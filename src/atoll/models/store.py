@@ -6,6 +6,7 @@ it ignores unknown keys, falls back to pickles and removes the old config before
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ from atoll.errors import InputError
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Stored(nn.Module):
@@ -36,6 +38,11 @@ class Stored(nn.Module):
         folder = Path(folder)
         about = {"format": FORMAT, "model": type(self).__name__, "architecture": asdict(self.config)}
         weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        for name, tensor in weights.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise InputError(
+                    f"{name} holds values that are not finite: go back to weights from before, none are saved"
+                )
         staged = {name: folder / f".{name}.{os.getpid()}.tmp" for name in (WEIGHTS, CONFIG)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +56,8 @@ class Stored(nn.Module):
             ) from error
         finally:
             for path in staged.values():
-                path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    path.unlink()
 
     @classmethod
     def from_pretrained(
@@ -76,13 +84,16 @@ class Stored(nn.Module):
         with torch.device("meta"):
             return cls(config)
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload to the Hugging Face hub; options are those of `HfApi.upload_folder`."""
-        api = HfApi()
-        api.create_repo(repo_id, exist_ok=True)
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Upload to the Hugging Face hub; where it can be seen."""
+        api = HfApi(token=token)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, **options))
+            try:
+                api.create_repo(repo_id, private=private, exist_ok=True)
+                return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+            except (HfHubHTTPError, HFValidationError, OSError) as error:
+                raise InputError(f"the hub did not take {repo_id} ({_first_line(error)})") from error
 
 
 def _folder_of(folder: str | Path, revision: str | None) -> Path:
@@ -94,8 +105,12 @@ def _folder_of(folder: str | Path, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(str(folder), revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = _first_line(error)
         raise InputError(f"there is no folder {folder}, and the hub did not give it either ({reason})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -103,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         about = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON ({error}): copy it again from its source") from error
     if not isinstance(about, dict):
         raise InputError(f"{path} must hold a table of keys and values: copy it again from its source")
@@ -118,6 +133,9 @@ def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is truncated or not a safetensors file ({error}): copy it again") from error
+    kinds = sorted({str(tensor.dtype) for tensor in weights.values()})
+    if len(kinds) != 1 or next(iter(weights.values())).dtype not in DTYPES:
+        raise InputError(f"the weights in {path} are of type {', '.join(kinds)}: they must all be of one floating type")
     expected = model.state_dict()
     for name in sorted(expected.keys() ^ weights.keys()):
         fault = "lacks" if name in expected else "has the unknown tensor"

@@ -1,0 +1,22 @@
+"""`atoll assign`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def assign(data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")], to: Path) -> None:
+    """Place a data set into the clusters of an existing partition, by its published centroids.
+
+    For example:
+      atoll assign more-data --to data/clusters
+
+    Args:
+        data: A folder that `atoll prepare` has made, with the features of the other.
+        to: The folder that holds partition.json and centroids.safetensors of the existing partition.
+    """
+    from atoll.data.clusters import assign_to
+
+    for line in assign_to(data, to):
+        print(line)

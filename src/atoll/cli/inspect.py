@@ -1,0 +1,31 @@
+"""`atoll inspect`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def inspect(
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")], sheet: Path | None = None, seed: int = 0
+) -> None:
+    """Show what a data set holds, and write a contact sheet of it.
+
+    For example:
+      atoll inspect data
+      atoll inspect data --sheet sheet.png
+
+    Args:
+        data: A folder that `atoll prepare` has made.
+        sheet: Where to write the contact sheet; DATA/sheet.png by default.
+        seed: Chooses which pictures are on the sheet.
+    """
+    from atoll.data.overview import describe, draw_sheet
+    from atoll.data.shards import Dataset
+
+    dataset = Dataset.open(data)
+    for line in describe(dataset):
+        print(line)
+    path = sheet or data / "sheet.png"
+    draw_sheet(dataset, seed).save(path)
+    print(f"contact sheet: {path}")

@@ -1,0 +1,38 @@
+"""`atoll partition`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def partition(
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    experts: int,
+    method: str = "kmeans",
+    fine: int = 1024,
+    metric: str = "euclidean",
+    balance: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Cut a data set into one cluster an expert, each in a folder of its own.
+
+    For example:
+      atoll partition data --experts 8
+      atoll partition data --experts 8 --balance 1.5
+      atoll partition data --experts 8 --method random
+
+    Args:
+        data: A folder that `atoll prepare` has made.
+        experts: How many clusters.
+        method: kmeans (hierarchical, over image features), random, or label.
+        fine: Centroids of the fine level; fewer where there are few pictures.
+        metric: euclidean or cosine.
+        balance: No cluster may hold more than this times the mean.
+        seed: Of the random numbers.
+    """
+    from atoll.data.clusters import partition as cut
+
+    summary = cut(data, experts, method=method, fine=fine, metric=metric, cap=balance, seed=seed)
+    for line in summary:
+        print(line)

@@ -1,0 +1,65 @@
+"""`atoll prepare`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def prepare(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    out: Path,
+    size: int = 32,
+    num: int | None = None,
+    codec: str = "pca",
+    text: str = "words",
+    features: str = "simple",
+    template: str | None = None,
+    holdout: float = 0.05,
+    near_duplicates: str = "auto",
+    min_side: int | None = None,
+    max_aspect: float = 4.0,
+    license: str = "unknown",
+    seed: int = 0,
+    workers: int | None = None,
+) -> None:
+    """Make a data set of pictures with captions. Interrupted, the same command goes on.
+
+    For example:
+      atoll prepare avatars --num 4000 --out data
+      atoll prepare photos/ --size 64 --features efficientnet --out data
+      atoll prepare tars/ --size 256 --codec vae:stabilityai/sd-vae-ft-mse \\
+        --text clip:openai/clip-vit-large-patch14 --features dino:facebook/dinov2-large --out data
+      atoll prepare flowers/ --template "a photo of a {label}" --out data
+
+    Args:
+        source: A folder of pictures (NAME.txt beside NAME.jpg, or metadata.jsonl / .csv with file_name and text, or
+            class folders with --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the
+            built-in avatars, shapes, digits.
+        out: The folder to make.
+        size: Pictures are scaled and cropped to SIZE x SIZE pixels.
+        num: How many of a built-in data set.
+        codec: pixels, pca, pca:8x40 (8x8 patches as 40 numbers), or vae:HUB_ID_OR_FOLDER.
+        text: words, or clip:HUB_ID_OR_FOLDER.
+        features: What pictures are clustered by: simple, efficientnet, or dino:HUB_ID_OR_FOLDER.
+        template: Makes captions of folder names: "a photo of a {label}".
+        holdout: The share of pictures kept from training, chosen by their content.
+        near_duplicates: drop or keep them; auto drops, but keeps those of a built-in data set.
+        min_side: Pictures with a shorter side are left out; half of SIZE by default.
+        max_aspect: Pictures that are longer than this times their width are left out.
+        license: Goes into dataset.json and travels with all that is made of the data.
+        seed: Of a built-in data set.
+        workers: Processes that read pictures; one a core by default, 0 for none.
+    """
+    from atoll.data.prepare import Settings
+    from atoll.data.prepare import prepare as make
+    from atoll.data.sources import Source
+
+    settings = Settings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
+    about = make(Source(source, template, num, size, seed), out, settings, workers)
+    counts, shape = about["counts"], "x".join(map(str, about["latent_shape"]))
+    held, rejected = counts["held_out"], counts["rejected"]
+    print(f"{out}: {counts['rows']} pictures ({held} held out), {rejected} rejected, latents {shape}")
+    if rejected:
+        print(f"why: {out / 'rejected.jsonl'}")
+    print(f"next: atoll partition {out} --experts 4")

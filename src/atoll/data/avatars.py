@@ -1,0 +1,642 @@
+"""Avatars: little characters, always at the same place, whose captions say exactly what is in the picture.
+
+"a green robot with round glasses and a red crown on a yellow background". A picture is drawn as vector shapes
+in a 32 x 32 frame whatever its size. Every pixel of a drawing is a mixture of a few inks, so a drawing is kept
+once as the share of each ink in each pixel, and a picture in given colours is a few small matrix products.
+`read_avatars` goes the other way: from pixels back to the attributes of the caption.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from atoll.errors import InputError, unknown
+
+Array = NDArray[np.float32]
+Point = tuple[float, float]
+T = TypeVar("T")
+
+FRAME = 32  # the unit of every length below: a picture is 32 units wide
+MIDDLE = FRAME / 2
+SIZES = (16, 256)
+
+COLOURS = {
+    "orange": "#f6893d",
+    "yellow": "#f8c83c",
+    "green": "#58b868",
+    "blue": "#4a90e2",
+    "purple": "#9a6ae0",
+    "pink": "#f27bae",
+    "red": "#e2434b",
+    "white": "#fbf8f2",
+    "black": "#3b3650",
+}
+TRIMS = {  # the bands, stripes and jewels of a hat
+    "red": "#ffc9ae",
+    "yellow": "#fff2bd",
+    "green": "#c9efc0",
+    "blue": "#c3e2ff",
+    "white": "#b3acc9",
+    "black": "#9a93b5",
+}
+BACKGROUNDS = {  # paler than the characters, or darker, so that these stand out
+    "yellow": "#ffe08a",
+    "green": "#b4e3ae",
+    "blue": "#aed8f8",
+    "purple": "#d0bdf5",
+    "pink": "#ffc3d4",
+    "black": "#2b2a45",
+}
+NONE = "none"
+HELDOUT = ("include", "exclude", "only")
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "kind": ("bear", "cat", "frog", "ghost", "owl", "robot"),
+    "colour": ("orange", "yellow", "green", "blue", "purple", "pink"),
+    "eyewear": (NONE, "round glasses", "sunglasses"),
+    "hat": (NONE, "top hat", "cap", "crown", "party hat"),
+    "hat_colour": (NONE, *TRIMS),
+    "background": tuple(BACKGROUNDS),
+}
+
+
+# --- captions ---
+
+
+def combinations() -> Iterator[dict[str, str]]:
+    """Every avatar there is. A background never has the colour of what stands before it."""
+    for values in product(*ATTRIBUTES.values()):
+        attributes = dict(zip(ATTRIBUTES, values, strict=True))
+        hat_colour, background = attributes["hat_colour"], attributes["background"]
+        dressed = (attributes["hat"] == NONE) == (hat_colour == NONE)
+        if dressed and background not in (attributes["colour"], hat_colour):
+            yield attributes
+
+
+def caption_of(attributes: Mapping[str, str]) -> str:
+    """The one caption of these attributes."""
+    if set(attributes) != set(ATTRIBUTES):
+        raise InputError(f"an avatar has the attributes {', '.join(ATTRIBUTES)}, not {', '.join(attributes)}")
+    for name, value in attributes.items():
+        if value not in ATTRIBUTES[name]:
+            raise unknown(name, value, ATTRIBUTES[name])
+    hat, hat_colour = attributes["hat"], attributes["hat_colour"]
+    if (hat == NONE) != (hat_colour == NONE):
+        raise InputError(f"hat {hat!r} and hat_colour {hat_colour!r} do not go together: give both or neither")
+    worn = [attributes["eyewear"]] if attributes["eyewear"] != NONE else []
+    worn += [f"a {hat_colour} {hat}"] if hat != NONE else []
+    article = "an" if attributes["colour"][0] in "aeiou" else "a"
+    wearing = f" with {' and '.join(worn)}" if worn else ""
+    return f"{article} {attributes['colour']} {attributes['kind']}{wearing} on a {attributes['background']} background"
+
+
+def _one_of(name: str) -> str:
+    return f"(?P<{name}>{'|'.join(value for value in ATTRIBUTES[name] if value != NONE)})"
+
+
+_CAPTION = re.compile(
+    f"an? {_one_of('colour')} {_one_of('kind')}"
+    f"(?: with {_one_of('eyewear')})?(?: (?:with|and) a {_one_of('hat_colour')} {_one_of('hat')})?"
+    f" on a {_one_of('background')} background"
+)
+
+
+def attributes_of(caption: str) -> dict[str, str]:
+    """The inverse of `caption_of`."""
+    found = _CAPTION.fullmatch(caption)
+    attributes = {name: found[name] or NONE for name in ATTRIBUTES} if found else {}
+    if not attributes or caption_of(attributes) != caption:
+        raise InputError(f"{caption!r} is not an avatar's caption: one is 'a green robot on a yellow background'")
+    return attributes
+
+
+def is_heldout(attributes: Mapping[str, str]) -> bool:
+    """Whether this combination is one of the tenth kept from training, by a hash that never changes."""
+    return hashlib.sha256(caption_of(attributes).encode()).digest()[0] < 256 / 10
+
+
+# --- inks: what a drawing is made of ---
+
+INKS = 14
+LINE, BODY, SHADE, LIGHT, HAT_LINE, HAT, HAT_SHADE, TRIM, INK, WHITE, LENS, ROSE, GOLD = range(1, INKS)
+BACKGROUND = 0
+
+
+@lru_cache
+def _rgb(code: str) -> Array:
+    return np.array([int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)], np.float32)
+
+
+_INK, _WHITE = _rgb("#2a2438"), _rgb("#ffffff")
+_FIXED = {INK: _INK, WHITE: _WHITE, LENS: _rgb("#e8f6ff"), ROSE: _rgb("#f0587a"), GOLD: _rgb("#f9a928")}
+
+
+def _palette(attributes: Mapping[str, str], jitter: NDArray[np.float64] | None = None) -> Array:
+    """The colour of each ink, [inks, 3]; jitter [3, 3] multiplies the body's, the hat's and the background's."""
+    body, hat, background = jitter if jitter is not None else np.ones((3, 3))
+    inks = np.empty((INKS, 3), np.float32)
+    for ink, colour in _FIXED.items():
+        inks[ink] = colour
+    inks[BACKGROUND] = _rgb(BACKGROUNDS[attributes["background"]]) * background
+    inks[BODY] = _rgb(COLOURS[attributes["colour"]]) * body
+    inks[LINE] = 0.36 * inks[BODY] + 0.64 * _INK
+    inks[SHADE] = 0.84 * inks[BODY] + 0.16 * _INK
+    inks[LIGHT] = 0.42 * inks[BODY] + 0.58 * _WHITE
+    if attributes["hat_colour"] == NONE:
+        inks[[HAT, HAT_LINE, HAT_SHADE, TRIM]] = 0
+    else:
+        inks[HAT] = _rgb(COLOURS[attributes["hat_colour"]]) * hat
+        inks[HAT_LINE] = 0.3 * inks[HAT] + 0.7 * _INK
+        inks[HAT_SHADE] = 0.8 * inks[HAT] + 0.2 * _INK
+        inks[TRIM] = _rgb(TRIMS[attributes["hat_colour"]]) * hat
+    return np.minimum(inks, 1)
+
+
+class Canvas:
+    """A sheet of ink numbers, several times finer than the picture; 0 is where nothing is drawn."""
+
+    def __init__(self, size: int, rise: float) -> None:
+        self.size = size
+        self.fine = max(4, 256 // size)
+        self.scale = size * self.fine / FRAME
+        self.rise = rise
+        self.sheet = Image.new("L", (size * self.fine,) * 2)
+        self.pen = ImageDraw.Draw(self.sheet)
+
+    def _at(self, points: Sequence[Point]) -> list[Point]:
+        return [(x * self.scale - 0.5, (y - self.rise) * self.scale - 0.5) for x, y in points]
+
+    def ellipse(self, centre: Point, radii: Point | float, ink: int, line: int | None = None, width: float = 1) -> None:
+        """An ellipse, with its line around it when one is given."""
+        rx, ry = radii if isinstance(radii, tuple) else (radii, radii)
+        if line is not None:
+            self.ellipse(centre, (rx + width, ry + width), line)
+        (x, y) = centre
+        (x0, y0), (x1, y1) = self._at([(x - rx, y - ry), (x + rx, y + ry)])
+        self.pen.ellipse((x0, y0, x1, y1), fill=ink)
+
+    def polygon(self, points: Sequence[Point], ink: int, line: int | None = None, width: float = 1) -> None:
+        if line is not None:
+            self.stroke([*points, points[0]], line, 2 * width)
+        self.pen.polygon(self._at(points), fill=ink)
+
+    def box(self, low: Point, high: Point, radius: float, ink: int, line: int | None = None, width: float = 1) -> None:
+        """A rectangle with round corners."""
+        (x0, y0), (x1, y1) = low, high
+        if line is not None:
+            self.box((x0 - width, y0 - width), (x1 + width, y1 + width), radius + width, line)
+        (x0, y0), (x1, y1) = self._at([low, high])
+        self.pen.rounded_rectangle((x0, y0, x1, y1), radius * self.scale, fill=ink)
+
+    def stroke(self, points: Sequence[Point], ink: int, width: float) -> None:
+        """A line of round ends and joints."""
+        self.pen.line(self._at(points), fill=ink, width=round(width * self.scale))
+        for point in points:
+            self.ellipse(point, width / 2, ink)
+
+    def arc(self, centre: Point, radii: Point, degrees: Point, ink: int, width: float) -> None:
+        """A part of an ellipse; 0 degrees is to the right, 90 below."""
+        angles = np.radians(np.linspace(*degrees, 25))
+        (x, y), (rx, ry) = centre, radii
+        self.stroke([(x + rx * math.cos(a), y + ry * math.sin(a)) for a in angles], ink, width)
+
+    def layer(self) -> "Layer":
+        fine, size = self.fine, self.size
+        labels = np.asarray(self.sheet).reshape(size, fine, size, fine)
+        inks = [ink for ink in np.unique(labels) if ink]
+        shares = np.stack([(labels == ink).mean((1, 3), dtype=np.float32) for ink in inks], -1)  # [S, S, inks]
+        ys, xs = (np.flatnonzero(shares.any((axis, 2))) for axis in (1, 0))
+        part = slice(ys[0], ys[-1] + 1), slice(xs[0], xs[-1] + 1)
+        shares = shares[part]
+        return Layer(part, np.array(inks), shares.reshape(-1, len(inks)), 1 - shares.sum(-1, keepdims=True))
+
+
+class Layer(NamedTuple):
+    """A drawing, cut to its bounding box."""
+
+    part: tuple[slice, slice]
+    inks: NDArray[np.intp]  # [inks]
+    shares: Array  # [h w, inks]
+    through: Array  # [h, w, 1]: how much of what lies below is seen
+
+    def over(self, pixels: Array, palette: Array) -> None:
+        """Draw over pixels [S, S, C], with a palette [inks, C]."""
+        below = pixels[self.part]
+        below *= self.through
+        below += (self.shares @ palette[self.inks]).reshape(below.shape)
+
+
+# --- the characters ---
+
+
+class Anatomy(NamedTuple):
+    """Where a kind keeps its eyes, its mouth and its hat."""
+
+    eyes: tuple[float, float]  # half the distance between the eyes, and their height
+    mouth: float
+    hat: float
+
+
+ANATOMY = {
+    "bear": Anatomy((4.2, 17.6), 22.6, 12.0),
+    "cat": Anatomy((4.5, 18.4), 22.6, 13.0),
+    "frog": Anatomy((6.8, 14.4), 22.4, 12.6),
+    "ghost": Anatomy((4.0, 17.6), 22.6, 11.6),
+    "owl": Anatomy((4.3, 17.6), 22.4, 12.2),
+    "robot": Anatomy((4.2, 17.8), 22.4, 11.8),
+}
+
+
+def _mirrored(points: Sequence[Point]) -> list[Point]:
+    return [(FRAME - x, y) for x, y in points]
+
+
+def _shoulders(canvas: Canvas) -> None:
+    canvas.ellipse((MIDDLE, 34), (8, 8), BODY, LINE)
+    canvas.ellipse((MIDDLE, 34.5), (4.6, 6), LIGHT)
+
+
+def _bear(canvas: Canvas) -> None:
+    _shoulders(canvas)
+    for x in (7.9, FRAME - 7.9):
+        canvas.ellipse((x, 11.6), 3.2, BODY, LINE)
+    canvas.ellipse((MIDDLE, 18.4), (9.4, 8.0), BODY, LINE)
+    for x in (7.9, FRAME - 7.9):
+        canvas.ellipse((x, 11.6), 3.2, BODY)
+        canvas.ellipse((x, 11.6), 1.7, LIGHT)
+    canvas.ellipse((MIDDLE, 18.4), (9.4, 8.0), BODY)
+    canvas.ellipse((MIDDLE, 22.0), (4.4, 3.3), LIGHT)
+    canvas.ellipse((MIDDLE, 20.3), (1.6, 1.1), INK)
+
+
+def _cat(canvas: Canvas) -> None:
+    _shoulders(canvas)
+    ear, inner = [(6.6, 17.0), (6.4, 7.2), (14.2, 12.6)], [(8.0, 14.0), (8.0, 9.8), (11.6, 12.4)]
+    for flip in (list, _mirrored):
+        canvas.polygon(flip(ear), BODY, LINE)
+    canvas.ellipse((MIDDLE, 19.0), (10.0, 7.4), BODY, LINE)
+    for flip in (list, _mirrored):
+        canvas.polygon(flip(ear), BODY)
+        canvas.polygon(flip(inner), ROSE)
+    for y, lift in ((20.6, -0.6), (22.6, 0.4)):
+        for flip in (list, _mirrored):
+            canvas.stroke(flip([(8.2, y), (3.2, y + lift)]), LINE, 0.7)
+    canvas.polygon([(14.8, 20.4), (17.2, 20.4), (MIDDLE, 21.8)], ROSE)
+
+
+def _frog(canvas: Canvas) -> None:
+    _shoulders(canvas)
+    for x in (9.2, FRAME - 9.2):
+        canvas.ellipse((x, 14.4), 3.8, BODY, LINE)
+    canvas.ellipse((MIDDLE, 20.8), (11.2, 6.2), BODY, LINE)
+    for x in (9.2, FRAME - 9.2):
+        canvas.ellipse((x, 14.4), 3.8, BODY)
+    canvas.ellipse((MIDDLE, 20.8), (11.2, 6.2), BODY)
+    canvas.ellipse((MIDDLE, 23.4), (8.4, 3.2), LIGHT)
+    for x in (7.4, FRAME - 7.4):
+        canvas.ellipse((x, 20.6), (1.5, 0.9), ROSE)
+
+
+def _ghost(canvas: Canvas) -> None:
+    dome = [(MIDDLE + 9.2 * math.cos(a), 18.4 + 8.8 * math.sin(a)) for a in np.linspace(-math.pi, 0, 33)]
+    hem = [(x, 27.6 + 2.0 * abs(math.sin((x - 6.8) / 18.4 * 3 * math.pi))) for x in np.linspace(25.2, 6.8, 61)]
+    canvas.polygon([*dome, *hem], BODY, LINE)
+    for x in (9.6, FRAME - 9.6):
+        canvas.ellipse((x, 21.4), (1.6, 1.0), ROSE)
+
+
+def _owl(canvas: Canvas) -> None:
+    canvas.ellipse((MIDDLE, 23.0), (9.4, 11.0), BODY, LINE)
+    tuft = [(6.8, 18.0), (5.0, 8.0), (15.0, 11.6)]
+    for flip in (list, _mirrored):
+        canvas.polygon(flip(tuft), BODY, LINE)
+    canvas.ellipse((MIDDLE, 18.2), (9.8, 7.6), BODY, LINE)
+    for flip in (list, _mirrored):
+        canvas.polygon(flip(tuft), BODY)
+    canvas.ellipse((MIDDLE, 30.0), (5.4, 5.0), LIGHT)
+    for x, y in ((14.0, 28.0), (18.0, 28.0), (16.0, 30.4)):
+        canvas.stroke([(x - 0.7, y), (x, y + 0.7), (x + 0.7, y)], SHADE, 0.6)
+    for x in (11.7, FRAME - 11.7):
+        canvas.ellipse((x, 17.6), 4.4, LIGHT)
+
+
+def _robot(canvas: Canvas) -> None:
+    canvas.box((8.4, 28.4), (23.6, 36.0), 2.4, SHADE, LINE)
+    canvas.box((12.6, 25.0), (19.4, 29.0), 0.5, SHADE, LINE)
+    for x in (5.0, FRAME - 5.0):
+        canvas.stroke([(x, 17.0), (x, 10.2)], LINE, 1.1)
+        canvas.ellipse((x, 9.6), 1.2, ROSE, LINE, 0.8)
+        canvas.box((x - 1.4, 15.4), (x + 1.4, 21.6), 0.8, SHADE, LINE)
+    canvas.box((7.2, 11.6), (24.8, 25.8), 2.6, BODY, LINE)
+    canvas.box((9.0, 14.0), (23.0, 24.2), 2.0, LIGHT)
+    canvas.ellipse((MIDDLE, 30.6), 1.0, GOLD)
+
+
+KINDS: dict[str, Callable[[Canvas], None]] = {
+    "bear": _bear,
+    "cat": _cat,
+    "frog": _frog,
+    "ghost": _ghost,
+    "owl": _owl,
+    "robot": _robot,
+}
+
+EYES = ("left", "right", "left", "right", "shut")  # a fifth of them blink
+MOUTHS = ("smile", "open", "small")
+RISES = (-0.5, 0.0, 0.5)
+
+
+def _character(canvas: Canvas, kind: str) -> None:
+    KINDS[kind](canvas)
+
+
+def _mouth(canvas: Canvas, kind: str, mouth: str) -> None:
+    y = ANATOMY[kind].mouth
+    if kind == "owl":
+        drop = {"smile": 1.6, "open": 2.6, "small": 2.1}[mouth]
+        canvas.polygon([(14.5, y - 2.2), (17.5, y - 2.2), (MIDDLE, y - 0.2 + drop)], GOLD, LINE, 0.5)
+        return
+    if kind == "robot":
+        if mouth == "smile":
+            canvas.arc((MIDDLE, y - 1.4), (3.0, 1.8), (20, 160), INK, 0.9)
+        elif mouth == "open":
+            canvas.box((12.8, y - 1.0), (19.2, y + 1.0), 0.6, WHITE, INK, 0.5)
+            for x in (14.9, 17.1):
+                canvas.stroke([(x, y - 0.8), (x, y + 0.8)], INK, 0.4)
+        else:
+            canvas.stroke([(13.8, y), (18.2, y)], INK, 0.9)
+        return
+    wide = 6.0 if kind == "frog" else 2.2
+    if mouth == "smile":
+        canvas.arc((MIDDLE, y - 1.2), (wide, 1.8), (15, 165), INK, 0.9)
+    elif mouth == "open":
+        half = wide * 0.6 if kind == "frog" else 1.5
+        shape = [(MIDDLE + half * math.cos(a), y - 0.5 + 2.0 * math.sin(a)) for a in np.linspace(0, math.pi, 25)]
+        canvas.polygon(shape, ROSE, INK, 0.5)
+    else:
+        half = wide * 0.5 if kind == "frog" else 0.9
+        canvas.arc((MIDDLE, y - 0.8), (half, 0.9), (10, 170), INK, 0.9)
+
+
+def _eye(canvas: Canvas, kind: str, centre: Point, eyes: str) -> None:
+    x, y = centre
+    look = -0.5 if eyes == "left" else 0.5
+    if eyes == "shut":
+        canvas.arc((x, y + 0.8), (1.5, 1.5), (200, 340), INK, 0.9)
+    elif kind in ("frog", "owl"):
+        canvas.ellipse((x, y), 2.7, WHITE)
+        canvas.ellipse((x + 1.4 * look, y), 1.7, INK)
+        canvas.ellipse((x + 1.4 * look - 0.6, y - 0.6), 0.6, WHITE)
+    elif kind == "robot":
+        canvas.box((x + look - 1.5, y - 1.7), (x + look + 1.5, y + 1.7), 0.7, INK)
+        canvas.ellipse((x + look - 0.5, y - 0.7), 0.6, WHITE)
+    else:
+        canvas.ellipse((x + look, y), (1.6, 1.9), INK)
+        canvas.ellipse((x + look - 0.5, y - 0.7), 0.7, WHITE)
+
+
+def _eyes(canvas: Canvas, kind: str, eyewear: str, eyes: str) -> None:
+    apart, y = ANATOMY[kind].eyes
+    xs = (MIDDLE - apart, MIDDLE + apart)
+    if eyewear == "round glasses":
+        canvas.stroke([(xs[0], y - 0.6), (xs[1], y - 0.6)], INK, 1.0)
+        for x in xs:
+            canvas.ellipse((x, y), 2.8, LENS, INK, 1.0)
+    if eyewear != "sunglasses":
+        for x in xs:
+            _eye(canvas, kind, (x, y), eyes)
+        return
+    canvas.stroke([(xs[0], y - 1.8), (xs[1], y - 1.8)], INK, 1.2)
+    for x in xs:
+        lens = [(x - 3.2, y - 2.0), (x + 3.2, y - 2.0), (x + 2.8, y + 1.2), (x + 1.2, y + 2.2), (x - 1.2, y + 2.2)]
+        canvas.polygon([*lens, (x - 2.8, y + 1.2)], INK, INK, 0.5)
+        canvas.stroke([(x - 1.8, y + 0.6), (x - 0.2, y - 1.2)], WHITE, 0.8)
+
+
+def _hat(canvas: Canvas, kind: str, hat: str) -> None:
+    x, y = MIDDLE, ANATOMY[kind].hat
+    if kind == "frog":  # a brow for the hat to sit on
+        canvas.box((x - 5, y - 1), (x + 5, y + 3), 0, BODY)
+    if hat == "top hat":
+        canvas.polygon([(x - 5.0, y - 9.6), (x + 5.0, y - 9.6), (x + 4.4, y - 1), (x - 4.4, y - 1)], HAT, HAT_LINE, 0.8)
+        canvas.box((x - 7.4, y - 1.6), (x + 7.4, y), 0.8, HAT, HAT_LINE, 0.8)
+        canvas.box((x - 4.5, y - 4.2), (x + 4.5, y - 1.8), 0, TRIM)
+    elif hat == "cap":
+        dome = [(x + 6.6 * math.cos(a), y - 0.4 + 6.6 * math.sin(a)) for a in np.linspace(-math.pi, 0, 33)]
+        canvas.ellipse((x, y - 7.2), 0.8, TRIM, HAT_LINE, 0.7)
+        canvas.polygon(dome, HAT, HAT_LINE, 0.8)
+        canvas.ellipse((x + 1.6, y - 2.8), (2.6, 2.0), TRIM)
+        canvas.box((x - 1.0, y - 1.4), (x + 11.0, y + 0.2), 0.8, HAT_SHADE, HAT_LINE, 0.8)
+    elif hat == "crown":
+        tips = [(-6.2, -6.4), (-3.2, -3.6), (0, -7.8), (3.2, -3.6), (6.2, -6.4), (5.6, 0), (-5.6, 0)]
+        canvas.polygon([(x + a, y + b) for a, b in tips], HAT, HAT_LINE, 0.8)
+        canvas.box((x - 5.5, y - 1.8), (x + 5.5, y), 0, HAT_SHADE)
+        for a, b in tips[:5:2]:
+            canvas.ellipse((x + a, y + b), 1.0, TRIM, HAT_LINE, 0.7)
+    elif hat == "party hat":
+        slope = 5.2 / 9
+        canvas.polygon([(x, y - 9), (x + 5.2, y), (x - 5.2, y)], HAT, HAT_LINE, 0.8)
+        for top, bottom in ((-6.4, -4.8), (-2.8, -1.2)):
+            half, wider = (9 + top) * slope, (9 + bottom) * slope
+            stripe = [(x - half, y + top), (x + half, y + top), (x + wider, y + bottom), (x - wider, y + bottom)]
+            canvas.polygon(stripe, TRIM)
+        canvas.ellipse((x, y - 9), 1.4, TRIM, HAT_LINE, 0.7)
+
+
+# --- pictures ---
+
+
+def _pick(values: Sequence[T], chance: float) -> T:
+    return values[int(chance * len(values))]
+
+
+class Pose(NamedTuple):
+    """What a caption does not tell."""
+
+    eyes: str = "left"
+    mouth: str = "smile"
+    rise: float = 0.0
+
+
+@lru_cache(maxsize=1024)
+def _layer(draw: Callable[..., None], size: int, rise: float, *what: str) -> Layer:
+    canvas = Canvas(size, rise)
+    draw(canvas, *what)
+    return canvas.layer()
+
+
+def _paint(attributes: Mapping[str, str], pose: Pose, palette: Array, size: int) -> Array:
+    """The picture [S, S, C] in a palette [inks, C]."""
+    kind, eyewear, hat = attributes["kind"], attributes["eyewear"], attributes["hat"]
+    pixels = np.empty((size, size, palette.shape[1]), np.float32)
+    pixels[:] = palette[BACKGROUND]
+    _layer(_character, size, pose.rise, kind).over(pixels, palette)
+    _layer(_mouth, size, pose.rise, kind, pose.mouth).over(pixels, palette)
+    if hat != NONE:
+        _layer(_hat, size, pose.rise, kind, hat).over(pixels, palette)
+    eyes = NONE if eyewear == "sunglasses" else pose.eyes
+    _layer(_eyes, size, pose.rise, kind, eyewear, eyes).over(pixels, palette)
+    return pixels
+
+
+def choose_avatar(rng: np.random.Generator, heldout: str = "include") -> dict[str, str]:
+    """Random attributes, every value as likely as its neighbours where the background allows."""
+    if heldout not in HELDOUT:
+        raise unknown("heldout", heldout, HELDOUT)
+    while True:
+        chance = rng.random(len(ATTRIBUTES))
+        attributes = {name: _pick(values, u) for (name, values), u in zip(ATTRIBUTES.items(), chance, strict=True)}
+        bare = attributes["hat"] == NONE
+        attributes["hat_colour"] = NONE if bare else _pick(ATTRIBUTES["hat_colour"][1:], chance[4])
+        taken = attributes["colour"], attributes["hat_colour"]
+        attributes["background"] = _pick([name for name in BACKGROUNDS if name not in taken], chance[5])
+        if heldout == "include" or is_heldout(attributes) == (heldout == "only"):
+            return attributes
+
+
+def draw_avatar(
+    attributes: Mapping[str, str], size: int = FRAME, rng: np.random.Generator | None = None
+) -> NDArray[np.uint8]:
+    """The picture [S, S, 3] of these attributes, in a random pose and light; without rng, in the plain ones."""
+    caption_of(attributes)  # refuses what is not an avatar
+    if not SIZES[0] <= size <= SIZES[1]:
+        raise InputError(f"avatars are drawn from {SIZES[0]} to {SIZES[1]} pixels wide, not {size}")
+    pose, jitter = Pose(), None
+    if rng is not None:
+        chance = rng.random(15)
+        pose = Pose(_pick(EYES, chance[0]), _pick(MOUTHS, chance[1]), _pick(RISES, chance[2]))
+        jitter = 0.95 + 0.03 * chance[3:12].reshape(3, 3) + 0.07 * chance[12:, None]  # hue and brightness
+    pixels = _paint(attributes, pose, _palette(attributes, jitter), size)
+    return (pixels * 255 + 0.5).astype(np.uint8)
+
+
+# --- reading a picture: the nearest of all clean pictures, first the background, then the character, then its hat ---
+
+
+class Look(NamedTuple):
+    """The shape of a character, whatever its colours, mouth and hat."""
+
+    kind: str
+    eyewear: str
+    eyes: str
+    rise: float
+
+
+LOOKS = [
+    Look(kind, eyewear, eyes, rise)
+    for kind, eyewear, eyes, rise in product(ATTRIBUTES["kind"], ATTRIBUTES["eyewear"], sorted(set(EYES)), RISES)
+    if eyewear != "sunglasses" or eyes == EYES[0]  # nobody sees the eyes behind sunglasses
+]
+
+
+def _shares(look: Look, hat: str, size: int) -> Array:
+    """The share of each ink in each pixel, [S S, inks]: the mean over the mouths, and a little soft.
+
+    Softness costs nothing on crisp pictures; crisp templates take a blurred face for one with other glasses.
+    """
+    attributes = {"kind": look.kind, "eyewear": look.eyewear, "hat": hat}
+    poses = [Pose(look.eyes, mouth, look.rise) for mouth in MOUTHS]
+    pictures = [_paint(attributes, pose, np.eye(INKS, dtype=np.float32), size) for pose in poses]
+    mean = np.mean(pictures, 0, dtype=np.float32)
+    soft = (size / FRAME) ** 2 / 4  # the same blur, in units of the frame, at any size
+    for _ in range(2):
+        padded = np.pad(mean, ((1, 1), (0, 0), (0, 0)), mode="edge")
+        mean = (soft * (padded[:-2] + padded[2:]) + (1 - 2 * soft) * padded[1:-1]).swapaxes(0, 1)
+    return mean.reshape(size * size, INKS)
+
+
+class Templates(NamedTuple):
+    """What every look under every hat is made of, and which pixels [S S] tell what."""
+
+    background: NDArray[np.bool_]  # the pixels where nothing is ever drawn
+    hat: NDArray[np.bool_]  # the pixels that a hat may change
+    bare: Array  # [looks, other pixels, inks]
+    hatted: Array  # [looks, hats, hat's pixels, inks]
+
+
+@lru_cache(maxsize=2)
+def _templates(size: int) -> Templates:
+    shares = np.stack([[_shares(look, hat, size) for hat in ATTRIBUTES["hat"]] for look in LOOKS])
+    background = shares[..., BACKGROUND].min((0, 1)) > 0.999
+    hat = np.ptp(shares, 1).max((0, 2)) > 0.001
+    return Templates(background, hat, shares[:, 0, ~hat], shares[:, :, hat])
+
+
+@lru_cache
+def _plain_palette(colour: str, hat_colour: str, background: str) -> Array:
+    return _palette({"colour": colour, "hat_colour": hat_colour, "background": background})
+
+
+@lru_cache(maxsize=2 * len(BACKGROUNDS))
+def _characters(background: str, size: int) -> Array:
+    """Every look in every colour, [looks colours, pixels 3], where no hat is."""
+    palettes = np.stack([_plain_palette(colour, NONE, background) for colour in ATTRIBUTES["colour"]])
+    return (_templates(size).bare[:, None] @ palettes).reshape(len(LOOKS) * len(palettes), -1)
+
+
+def _nearest(pictures: Array, templates: Array) -> NDArray[np.intp]:
+    """Which of templates [T, D] is nearest to each of pictures [B, D]."""
+    return np.argmin((templates**2).sum(1) - 2 * pictures @ templates.T, 1)
+
+
+def _read_hat(pixels: Array, hatted: Array, colour: str, background: str) -> tuple[str, str]:
+    """The hat that fits best, of one look's hats [hats, pixels, inks], and its colour."""
+    colours = ATTRIBUTES["hat_colour"][1:]
+    palettes = np.stack([_plain_palette(colour, hat_colour, background) for hat_colour in colours])
+    templates = hatted[:, None] @ palettes  # [hats, colours, pixels, 3]
+    hat, hat_colour = divmod(int(((templates - pixels) ** 2).sum((2, 3)).argmin()), len(colours))
+    return ATTRIBUTES["hat"][hat], colours[hat_colour] if hat else NONE
+
+
+def _pixels_of(pictures: Sequence[Image.Image] | NDArray[np.generic]) -> Array:
+    """[B, S, S, 3] in [0, 1], with S at most 32."""
+    if not isinstance(pictures, np.ndarray):
+        pictures = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    if pictures.ndim != 4 or pictures.shape[3] != 3 or pictures.shape[1] != pictures.shape[2]:
+        raise InputError(f"avatars to be read are square and RGB, [B, S, S, 3], not of shape {list(pictures.shape)}")
+    if pictures.shape[1] < SIZES[0]:
+        raise InputError(f"avatars to be read are at least {SIZES[0]} pixels wide, not {pictures.shape[1]}")
+    pixels = pictures.astype(np.float32)
+    if pictures.dtype == np.uint8:
+        pixels /= 255
+    return pixels if pixels.shape[1] <= FRAME else np.stack([_shrink(picture) for picture in pixels])
+
+
+def _shrink(picture: Array) -> Array:
+    """A picture [S, S, 3] at 32 x 32; Pillow resizes numbers one channel at a time."""
+    channels = [Image.fromarray(picture[..., c]) for c in range(3)]
+    return np.stack([np.asarray(c.resize((FRAME, FRAME), Image.Resampling.BOX)) for c in channels], -1)
+
+
+def read_avatars(pictures: Sequence[Image.Image] | NDArray[np.generic]) -> list[dict[str, str]]:
+    """The attributes seen in each picture: images, or an array [B, S, S, 3] of bytes or of numbers in [0, 1]."""
+    if not len(pictures):
+        return []
+    pixels = _pixels_of(pictures)
+    size, colours = pixels.shape[1], ATTRIBUTES["colour"]
+    pixels = pixels.reshape(len(pixels), size * size, 3)
+    templates = _templates(size)
+    corners = pixels[:, templates.background].mean(1)
+    grounds = _nearest(corners, np.stack([_rgb(code) for code in BACKGROUNDS.values()]))
+    characters, hats = pixels[:, ~templates.hat].reshape(len(pixels), -1), pixels[:, templates.hat]
+    found: list[dict[str, str]] = [{} for _ in pixels]
+    for ground, background in enumerate(BACKGROUNDS):
+        rows = np.flatnonzero(grounds == ground)
+        for row, nearest in zip(rows, _nearest(characters[rows], _characters(background, size)), strict=True):
+            look, colour = divmod(nearest, len(colours))
+            hat = _read_hat(hats[row], templates.hatted[look], colours[colour], background)
+            values = LOOKS[look].kind, colours[colour], LOOKS[look].eyewear, *hat, background
+            found[row] = dict(zip(ATTRIBUTES, values, strict=True))
+    return found
+
+
+def read_avatar(picture: Image.Image | NDArray[np.generic]) -> dict[str, str]:
+    """The attributes seen in one picture: an image, or an array [S, S, 3]."""
+    return read_avatars([picture] if isinstance(picture, Image.Image) else picture[None])[0]

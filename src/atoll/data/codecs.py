@@ -1,0 +1,531 @@
+"""Codecs: images [B, 3, S, S] in [-1, 1] <-> float32 latents [B, C, h, w] of about unit variance.
+
+Also what codecs, text encoders and image features have in common: each is frozen, describes itself for
+`dataset.json`, and has a fingerprint of all that alters its output, by which a data set knows its own.
+"""
+
+import hashlib
+import importlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from atoll.errors import InputError, unknown
+from atoll.models.store import Stored
+
+FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
+MAX_COMPONENTS, EXPLAINED = 48, 0.99
+MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
+
+
+class Codec(Protocol):
+    """Images <-> latents, with fixed weights."""
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        """(C, h, w) of an image of `size` x `size`; sizes that cannot be encoded are errors."""
+
+    def encode(self, images: Tensor) -> Tensor: ...
+
+    def decode(self, latents: Tensor) -> Tensor: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What `dataset.json` says of it."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write it to `folder`/vae, from where `load_codec` reads it bit for bit."""
+
+
+def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Codec:
+    """`pixels`, `pca`, `pca:PATCHxNUMBERS` fitted to `sample`, or `vae:HUB_ID_OR_FOLDER` computed in `dtype`."""
+    kind, _, rest = spec.partition(":")
+    if kind == "vae" and rest:
+        return VAE.open(rest, dtype)
+    if kind == "pca":
+        patch_size, num_components = two_numbers(spec, "pca:8x40 for 8 x 8 patches as 40 numbers") or (None, None)
+        if sample is None:
+            raise InputError("the codec pca is fitted to pictures: give it some, or load a fitted one")
+        return PatchPCA.fit(sample, patch_size, num_components)
+    if spec == "pixels":
+        return Pixels(PixelsConfig()).eval()
+    raise unknown("codec", spec, ("pixels", "pca", "pca:PATCHxNUMBERS", "vae:HUB_ID_OR_FOLDER"))
+
+
+def needs_sample(spec: str) -> bool:
+    """Whether `make_codec` must be given pictures to fit to."""
+    return spec.partition(":")[0] == "pca"
+
+
+def load_codec(folder: str | Path) -> Codec:
+    """The codec that `save` wrote to `folder`/vae, or the VAE of a published ensemble."""
+    path = Path(folder) / FOLDER
+    about = read_json(path / "config.json", "a codec")
+    if "_class_name" in about:
+        return VAE.open(str(path), stored_dtype(path))
+    classes: dict[str, type[Pixels | PatchPCA]] = {"Pixels": Pixels, "PatchPCA": PatchPCA}
+    return named(classes, about, path).from_pretrained(path)
+
+
+@dataclass(frozen=True)
+class PixelsConfig:
+    """Nothing to choose."""
+
+
+class Pixels(Stored):
+    """The images themselves."""
+
+    config_class = PixelsConfig
+
+    def __init__(self, config: PixelsConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        return (3, size, size)
+
+    def encode(self, images: Tensor) -> Tensor:
+        return check_images(images).float()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return check_latents(latents, 3).float().clamp(-1, 1)
+
+    def describe(self) -> dict[str, Any]:
+        return {"spec": "pixels", "dtype": "float32", "channels": 3, "factor": 1, "fingerprint": self.fingerprint}
+
+    def save(self, folder: str | Path) -> None:
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint({}, {"codec": "pixels"})
+
+
+@dataclass(frozen=True)
+class PCAConfig:
+    """A fitted PCA."""
+
+    patch_size: int  # p
+    num_components: int  # n
+    explained_variance: float  # of the sample it was fitted to
+
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 or not 1 <= self.num_components <= 3 * self.patch_size**2:
+            raise InputError(
+                f"a pca codec keeps 1 to 3 x patch x patch numbers of each patch, "
+                f"but {self.num_components} of {self.patch_size} x {self.patch_size} pixels were asked for"
+            )
+
+
+class PatchPCA(Stored):
+    """The n first principal components of each p x p patch, each divided by its scale: [B, n, S/p, S/p].
+
+    Scales are in proportion to the square root of a component's deviation. Of all scales that give latents unit
+    variance overall, these turn white noise in the latents into the least noise in the pixels (Cauchy-Schwarz). Whole
+    deviations (whitening) put it into the patches' means, where seams show; none at all leaves it in fine detail.
+    """
+
+    config: PCAConfig
+    config_class = PCAConfig
+    mean: Tensor
+    basis: Tensor
+    scale: Tensor
+
+    def __init__(self, config: PCAConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = 3 * config.patch_size**2
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("basis", torch.zeros(config.num_components, width))
+        self.register_buffer("scale", torch.ones(config.num_components))
+
+    @classmethod
+    def fit(cls, images: Tensor, patch_size: int | None = None, num_components: int | None = None) -> Self:
+        """Fitted to images[B, 3, S, S]; the same images give the same bytes. None: as many numbers as are useful."""
+        images = check_images(images)
+        size = images.shape[2]
+        patch_size = default_patch(size) if patch_size is None else patch_size
+        config = PCAConfig(patch_size, 1 if num_components is None else num_components, 0.0)
+        check_size(size, patch_size, "pca patch")
+        variances, basis, mean = _principal_components(images, patch_size)
+        explained = variances.cumsum(0) / variances.sum()
+        if num_components is None:
+            num_components = min(int((explained < EXPLAINED).sum()) + 1, MAX_COMPONENTS)
+        share = round(float(explained[num_components - 1]), 6)
+        codec = cls(replace(config, num_components=num_components, explained_variance=share))
+        codec.mean.copy_(mean)
+        codec.basis.copy_(basis[:num_components])
+        deviations = variances[:num_components].sqrt()
+        average = deviations.mean()
+        codec.scale.copy_((deviations.clamp(min=1e-3 * average) * average).sqrt())  # never 0, if the sample was flat
+        return codec.eval()
+
+    @property
+    def explained_variance(self) -> float:
+        return self.config.explained_variance
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        side = check_size(size, self.config.patch_size, "pca patch")
+        return (self.config.num_components, side, side)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        self.latent_shape(check_images(images).shape[2])
+        latents = (_patches(images.float(), self.config.patch_size) - self.mean) @ self.basis.T / self.scale
+        return latents.permute(0, 3, 1, 2).contiguous()  # [B, n, S/p, S/p]
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        check_latents(latents, self.config.num_components)
+        patch = self.config.patch_size
+        patches = latents.float().permute(0, 2, 3, 1) * self.scale @ self.basis + self.mean  # [B, S/p, S/p, 3pp]
+        grid = patches.unflatten(3, (3, patch, patch)).permute(0, 3, 1, 4, 2, 5)  # [B, 3, S/p, p, S/p, p]
+        return grid.flatten(4).flatten(2, 3).clamp(-1, 1)
+
+    def describe(self) -> dict[str, Any]:
+        patch, channels = self.config.patch_size, self.config.num_components
+        return {
+            "spec": f"pca:{patch}x{channels}",
+            "dtype": "float32",
+            "channels": channels,
+            "factor": patch,
+            "explained_variance": self.config.explained_variance,
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.state_dict(), {"codec": "pca", **asdict(self.config)})
+
+
+def default_patch(size: int) -> int:
+    """The largest patch up to 8 x 8 that divides the image and leaves at least 4 x 4 of them."""
+    return max((p for p in range(1, 9) if size % p == 0 and size // p >= 4), default=1)
+
+
+def _patches(images: Tensor, patch: int) -> Tensor:
+    grid = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, 3, S/p, p, S/p, p]
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, S/p, S/p, 3pp]
+
+
+def _principal_components(images: Tensor, patch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Variances[3pp] from the largest, their directions as rows[3pp, 3pp], and the mean patch, in float64."""
+    patches_each = (images.shape[2] // patch) ** 2
+    every = -(-len(images) * patches_each // MAX_PATCHES)
+    images = images[::every]
+    width = 3 * patch**2
+    total, moment = torch.zeros(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+    for chunk in images.split(max(1, 16_384 // patches_each)):
+        rows = _patches(chunk, patch).reshape(-1, width).double().cpu()
+        total += rows.sum(0)
+        moment += rows.T @ rows
+    count = len(images) * patches_each
+    mean = total / count
+    variances, directions = torch.linalg.eigh(moment / count - torch.outer(mean, mean))
+    variances, basis = variances.flip(0).clamp(min=0), directions.flip(1).T
+    if variances[0] < 1e-9:
+        raise InputError("every picture of the sample is the same flat colour: give the codec pictures that differ")
+    largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))  # an eigenvector's sign is arbitrary: fix it
+    return variances, basis * largest.sign(), mean
+
+
+class VAE(nn.Module):
+    """diffusers' AutoencoderKL or AutoencoderTiny: the posterior's mode, shifted and scaled as its config says."""
+
+    CLASSES = ("AutoencoderKL", "AutoencoderTiny")
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, vae: nn.Module, spec: str) -> None:
+        super().__init__()
+        self.vae = vae
+        self.spec = spec
+        config: Mapping[str, Any] = vae.config  # type: ignore[assignment]
+        self.channels = int(config["latent_channels"])
+        stages = "encoder_block_out_channels" if self.kind == "AutoencoderTiny" else "block_out_channels"
+        self.factor = 2 ** (len(config[stages]) - 1)
+        # Most have one shift and one factor; a few have a mean and a deviation a channel.
+        shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0).float()
+        deviation = torch.tensor(config.get("latents_std") or 1.0).float()
+        self.register_buffer("shift", shift.reshape(-1, 1, 1), persistent=False)
+        self.register_buffer("scale", (config["scaling_factor"] / deviation).reshape(-1, 1, 1), persistent=False)
+
+    @classmethod
+    def open(cls, where: str, dtype: torch.dtype) -> Self:
+        """From a hub id or a folder that holds the VAE, or whose `vae` folder does."""
+        place = locate(where, (FOLDER, ""))
+        name = place.config.get("_class_name")
+        if name not in cls.CLASSES:
+            raise InputError(f"{where} holds a {name!r}, not a VAE: give an {' or an '.join(cls.CLASSES)}")
+        return cls(load_model(getattr(require("diffusers", "hf"), name), place, dtype), f"vae:{where}")
+
+    @property
+    def kind(self) -> str:
+        return type(self.vae).__name__
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.vae.parameters()).dtype
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        side = check_size(size, self.factor, "VAE factor")
+        return (self.channels, side, side)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        self.latent_shape(check_images(images).shape[2])
+        return (self._finite(one_by_one(self._encode, images.to(self.dtype)).float()) - self.shift) * self.scale
+
+    def _encode(self, images: Tensor) -> Tensor:
+        encoded = self.vae.encode(images)  # type: ignore[operator]
+        latents: Tensor = encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent_dist.mode()
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        check_latents(latents, self.channels)
+        native = latents.float() / self.scale + self.shift
+        images = one_by_one(lambda x: self.vae.decode(x).sample, native.to(self.dtype))  # type: ignore[operator]
+        return self._finite(images.float()).clamp(-1, 1)
+
+    def _finite(self, values: Tensor) -> Tensor:
+        if not bool(values.isfinite().all()):
+            raise InputError(f"{self.spec} overflows in {dtype_name(self.dtype)}: use float32 or bfloat16")
+        return values
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "class": self.kind,
+            "dtype": dtype_name(self.dtype),
+            "channels": self.channels,
+            "factor": self.factor,
+            "shift": self.shift.flatten().tolist(),
+            "scale": self.scale.flatten().tolist(),
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        save_model(self.vae, Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        # The widths and depths show in the weights; what does not is named here, for other versions add keys.
+        names = ("act_fn", "norm_num_groups", "upsample_fn", "upsampling_scaling_factor")
+        config: Mapping[str, Any] = self.vae.config  # type: ignore[assignment]
+        settings = {name: config[name] for name in names if name in config}
+        transform = {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
+        return fingerprint(self.vae.state_dict(), {"codec": self.kind, **settings, **transform})
+
+
+def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], what: str) -> None:
+    """Refuse a codec, text encoder or features (`what`) that is not the one a data set was prepared with.
+
+    The fingerprint and the dtype decide: the same weights in another folder are the same thing.
+    """
+    if all(stored.get(key) == current.get(key) for key in ("fingerprint", "dtype")):
+        return
+    differ = [key for key in ("spec", "dtype", "fingerprint") if stored.get(key) != current.get(key)]
+    listed = ", ".join(f"{key} {_short(stored.get(key))} instead of {_short(current.get(key))}" for key in differ)
+    theirs, ours = stored.get("spec"), current.get("spec")
+    use = f"use {theirs!r}" if theirs != ours else f"use the {what} that was saved with them"
+    raise InputError(
+        f"the data were prepared with another {what} ({listed}): prepare the data again with {ours!r}, or {use}"
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:12]}..." if len(text) == 64 else repr(value)
+
+
+def fingerprint(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
+    """SHA-256 of every tensor, its name, dtype and shape, and of the settings that alter outputs."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name in sorted(weights):
+        tensor = weights[name].detach()
+        digest.update(f"\n{name} {dtype_name(tensor.dtype)} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def one_by_one(compute: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """The batch as a whole on a GPU; on a CPU each alone, so that none depends on the batch it came in.
+
+    That costs nothing there: EfficientNet is twice as fast on one image at a time as on 32, which leave the cache.
+    """
+    if batch.device.type != "cpu":
+        return compute(batch)
+    return torch.cat([compute(one) for one in batch.split(1)])
+
+
+def check_images(images: Tensor) -> Tensor:
+    """The images, if they are floats [B, 3, S, S] in [-1, 1]."""
+    if images.dim() != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3] or not len(images):
+        raise InputError(f"images must have shape [batch, 3, size, size], but have {list(images.shape)}")
+    if not images.is_floating_point():
+        raise InputError(f"images must be floats in [-1, 1], but are {dtype_name(images.dtype)}")
+    low, high = (float(end) for end in images.aminmax())
+    if not (low >= -1.001 and high <= 1.001):  # NaN fails too
+        raise InputError(f"images must be in [-1, 1], but reach from {low:.3g} to {high:.3g}")
+    return images
+
+
+def check_latents(latents: Tensor, channels: int) -> Tensor:
+    """The latents, if they are [B, channels, h, w]."""
+    if latents.dim() != 4 or latents.shape[1] != channels:
+        raise InputError(f"latents must have shape [batch, {channels}, h, w], but have {list(latents.shape)}")
+    return latents
+
+
+def check_size(size: int, factor: int, what: str) -> int:
+    """size / factor, if that is a whole number."""
+    if size < factor or size % factor:
+        near = max(1, round(size / factor)) * factor
+        raise InputError(f"images of {size} x {size} cannot be cut by the {what} of {factor}: use {near} x {near}")
+    return size // factor
+
+
+def two_numbers(spec: str, example: str) -> tuple[int, int] | None:
+    """The numbers of a spec like `pca:8x40`, None where there are none."""
+    found = re.fullmatch(r"\w+(?::(\d{1,6})x(\d{1,6}))?", spec)
+    if not found:
+        raise InputError(f"cannot read {spec!r}: write it like {example}")
+    return (int(found[1]), int(found[2])) if found[1] else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Place(NamedTuple):
+    """Where a published model lies."""
+
+    path: str  # a folder or a hub id
+    subfolder: str  # within a hub id
+    config: dict[str, Any]
+
+
+def locate(where: str, subfolders: Sequence[str]) -> Place:
+    """The first of the subfolders of a folder or a hub id that has a config.json."""
+    if Path(where).is_dir():
+        for path in (Path(where) / subfolder for subfolder in subfolders):
+            if (path / "config.json").exists():
+                return Place(str(path), "", read_json(path / "config.json", "a model"))
+        raise InputError(f"{where} has no config.json: give the folder of a model, or a hub id")
+    for subfolder in subfolders:
+        try:
+            found = hf_hub_download(where, "config.json", subfolder=subfolder or None)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).strip().split("\n")[0]
+        else:
+            return Place(where, subfolder, read_json(Path(found), "a model"))
+    raise InputError(f"there is no folder {where}, and the hub did not give it either ({reason})")
+
+
+def load_model(cls: Any, place: Place, dtype: torch.dtype, spare: str = "") -> nn.Module:
+    """A frozen diffusers or transformers model, if its weights are whole; keys that match `spare` may be left over."""
+    options = {"subfolder": place.subfolder} if place.subfolder else {}
+    try:
+        with _quiet():
+            model, info = cls.from_pretrained(place.path, use_safetensors=True, output_loading_info=True, **options)
+            model = model.to(dtype).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"{place.path} has no whole {cls.__name__} in safetensors ({reason}): copy it again from its source"
+        ) from error
+    unknown_keys = [key for key in info["unexpected_keys"] if not (spare and re.match(spare, key))]
+    for fault, keys in (("lacks", info["missing_keys"]), ("has the unknown tensor", unknown_keys)):
+        for key in sorted(keys):
+            raise InputError(f"{place.path} {fault} {key}: its weights are not those of the {cls.__name__} it names")
+    for name, weight in model.state_dict().items():
+        if not bool(weight.isfinite().all()):
+            raise InputError(f"{name} in {place.path} holds values that are not finite: copy it again from its source")
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write what has a `save_pretrained` as safetensors."""
+    try:
+        with _quiet():
+            model.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write to {folder} ({error}): free the disk or choose another") from error
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype in which the folder's weights were saved."""
+    names = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as weights:
+                kinds = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path} is truncated or not a safetensors file ({error}): copy it again") from error
+        for kind in sorted(kinds & names.keys()):
+            return names[kind]
+    raise InputError(f"{folder} has no weights in safetensors: copy it again from its source")
+
+
+def named(classes: Mapping[str, type], about: Mapping[str, Any], path: Path) -> Any:
+    """The class that a config of ours names."""
+    name = str(about.get("model"))
+    if name not in classes:
+        raise InputError(
+            f"{path}/config.json describes a {name!r}, not one of {', '.join(classes)}: give the right folder"
+        )
+    return classes[name]
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A file's table of keys and values."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: give a folder in which {what} was saved") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({error}): copy it again from its source") from error
+    if not isinstance(about, dict):
+        raise InputError(f"{path} must hold a table of keys and values: copy it again from its source")
+    return about
+
+
+def require(module: str, extra: str) -> Any:
+    """An optional library, or the sentence that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"this needs {module}: pip install 'atoll[{extra}]'") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and key tables of transformers and diffusers: what they warn of, we check."""
+    bars = require("transformers", "hf").utils.logging
+    loggers = [logging.getLogger(name) for name in ("transformers", "diffusers")]
+    levels, shown = [logger.level for logger in loggers], bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if shown:
+            bars.enable_progress_bar()

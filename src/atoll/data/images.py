@@ -1,0 +1,99 @@
+"""One picture from bytes to a square of pixels, with what is needed to filter, split and find duplicates.
+
+Nothing here needs torch, so that worker processes start quickly.
+"""
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+MAX_PIXELS = 250_000_000  # a picture of more is refused unread: it would take a gigabyte to look at
+Image.MAX_IMAGE_PIXELS = None  # ours is checked first, from the header
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How a picture becomes size x size pixels, and which pictures are not worth it."""
+
+    size: int
+    min_side: int  # the shorter side, in pixels
+    max_aspect: float = 4.0  # longer side / shorter side: a centre crop of a banner shows little of it
+    min_contrast: float = 2.0  # standard deviation of the pixels, of 255: less is a blank page
+
+
+class Picture(NamedTuple):
+    """A picture that passed."""
+
+    pixels: NDArray[np.uint8]  # [size, size, 3]
+    digest: bytes  # 16 bytes that name the pixels
+    thumb: NDArray[np.uint8]  # [8, 8, 3]
+    likeness: int  # 64 bits that are nearly equal for nearly equal pictures
+
+
+class Rejected(Exception):
+    """Why a picture did not pass, in a few words."""
+
+
+def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
+    """Decode, turn upright, make RGB, filter, scale and crop."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # damaged metadata of a good picture
+            image = Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
+            check_shape(image, transform)
+            pixels = np.asarray(square(image, transform.size))
+    except Rejected:
+        raise
+    except Exception as error:  # PIL raises almost anything on damaged files
+        reason = "empty file" if not source else f"broken image ({type(error).__name__}: {str(error)[:80]})"
+        raise Rejected(reason) from error
+    if pixels.std() < transform.min_contrast:
+        raise Rejected("blank image")
+    digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()
+    thumb = np.asarray(Image.fromarray(pixels).resize((8, 8), Image.Resampling.BOX))
+    return Picture(pixels, digest, thumb, likeness_of(pixels))
+
+
+def check_shape(image: Image.Image, transform: Transform) -> None:
+    width, height = image.size
+    short, long = sorted((width, height))
+    if width * height > MAX_PIXELS:
+        raise Rejected(f"too large ({width}x{height}, more than {MAX_PIXELS // 1_000_000} megapixels)")
+    if short < transform.min_side:
+        raise Rejected(f"too small ({width}x{height}, shorter side below {transform.min_side})")
+    if long > transform.max_aspect * short:
+        raise Rejected(f"too long ({width}x{height}, aspect above {transform.max_aspect:g})")
+
+
+def square(image: Image.Image, size: int) -> Image.Image:
+    """Upright RGB, scaled so that the shorter side is `size`, and its middle cut out."""
+    image.draft("RGB", (2 * size, 2 * size))  # a JPEG is decoded no larger than needed
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
+        deep = np.asarray(image).astype(np.float64)
+        top = 65535 if image.mode != "F" or deep.max() > 1 else 1
+        image = Image.fromarray((deep.clip(0, top) * (255 / top)).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        paper = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(paper, image)
+    image = image.convert("RGB")
+    if image.size == (size, size):
+        return image
+    return ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
+
+
+def likeness_of(pixels: NDArray[np.uint8]) -> int:
+    """A perceptual hash: which of 64 low frequencies of the grey picture lie above their median."""
+    grey = np.asarray(Image.fromarray(pixels).convert("L").resize((32, 32), Image.Resampling.BOX), dtype=np.float64)
+    low = (_COSINES @ grey @ _COSINES.T).flatten()
+    return int.from_bytes(np.packbits(low > np.median(low)).tobytes(), "big")
+
+
+_COSINES = np.cos(np.pi / 32 * (np.arange(32) + 0.5) * np.arange(1, 9)[:, None])  # 8 x 32: without the mean

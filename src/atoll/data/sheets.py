@@ -1,0 +1,95 @@
+"""Pictures of pictures: contact sheets, and a map on which clusters can be seen."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from atoll.data.codecs import Codec, load_codec
+from atoll.data.shards import Dataset
+
+INK, PAPER, FAINT = "#22313f", "#ffffff", "#6b7885"
+COLOURS = ["#0f7173", "#e4572e", "#f0b429", "#5b4b9a", "#3f88c5", "#7fb069", "#c2185b", "#8d6e63"]
+
+
+def colour_of(cluster: int) -> str:
+    return COLOURS[cluster % len(COLOURS)]
+
+
+def decode_rows(data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None) -> NDArray[np.uint8]:
+    """The pictures of some rows, as their latents give them: [n, S, S, 3]."""
+    codec = codec or load_codec(data.folder)
+    latents = torch.from_numpy(data.column("latents")[rows]).float()
+    parts = [codec.decode(part) for part in latents.split(64)]
+    images = torch.cat(parts).clamp(-1, 1)
+    return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = (), width: int = 960) -> Image.Image:
+    """A grid of pictures under a title and a few lines of notes."""
+    num, size = len(images), images.shape[1]
+    columns = min(num, max(1, round(width / max(size, 64))), math.ceil(math.sqrt(num * 1.8)))
+    cell = _whole_scale(size, width // columns - 6)
+    gap, top = 6, 46 + 19 * len(notes)
+    rows = math.ceil(num / columns)
+    sheet = Image.new("RGB", (max(columns * (cell + gap) + gap, 420), top + rows * (cell + gap) + gap), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((gap + 4, 10), title, INK, _font(20))
+    for i, note in enumerate(notes):
+        draw.text((gap + 4, 38 + 19 * i), note[:130], FAINT, _font(14))
+    for i, picture in enumerate(images):
+        place = (gap + i % columns * (cell + gap), top + i // columns * (cell + gap))
+        sheet.paste(_scaled(picture, cell), place)
+    return sheet
+
+
+def cluster_map(
+    points: NDArray[np.float64], clusters: NDArray[np.int64], images: NDArray[np.uint8], names: Sequence[str]
+) -> Image.Image:
+    """Pictures at their places in two dimensions, framed in the colour of their cluster; none lies on another."""
+    side, cell, frame = 960, 36, 3
+    low, high = np.quantile(points, 0.01, axis=0), np.quantile(points, 0.99, axis=0)
+    unit = ((points - low) / np.maximum(high - low, 1e-9)).clip(0, 1)
+    slots = side // (cell + 2)
+    canvas = Image.new("RGB", (side + 24, side + 56 + 22 * math.ceil(len(names) / 4)), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    draw.text((12, 10), "what each expert will see", INK, _font(20))
+    taken: set[tuple[int, int]] = set()
+    for place, cluster, picture in zip(unit, clusters, images, strict=True):
+        slot = (int(place[0] * (slots - 1)), int(place[1] * (slots - 1)))
+        if slot in taken:
+            continue
+        taken.add(slot)
+        x, y = 12 + slot[0] * (cell + 2), 44 + slot[1] * (cell + 2)
+        draw.rectangle((x, y, x + cell - 1, y + cell - 1), colour_of(int(cluster)))
+        canvas.paste(_scaled(picture, cell - 2 * frame), (x + frame, y + frame))
+    for i, name in enumerate(names):
+        x, y = 12 + i % 4 * (side // 4), side + 50 + 22 * (i // 4)
+        draw.rectangle((x, y + 2, x + 14, y + 16), colour_of(i))
+        draw.text((x + 20, y), name, INK, _font(14))
+    return canvas
+
+
+def flat_map(features: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The two directions in which features vary most: [n, 2]."""
+    centred = features - features.mean(0)
+    _, _, directions = np.linalg.svd(centred, full_matrices=False)
+    return np.asarray(centred @ directions[:2].T)
+
+
+def _whole_scale(size: int, most: int) -> int:
+    """Small pictures grow by a whole factor, so that their pixels stay square."""
+    return size * max(1, most // size) if size <= most else most
+
+
+def _scaled(picture: NDArray[np.uint8], cell: int) -> Image.Image:
+    image = Image.fromarray(picture)
+    grows = cell >= image.width and cell % image.width == 0
+    return image.resize((cell, cell), Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

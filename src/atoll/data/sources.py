@@ -1,0 +1,346 @@
+"""Where pictures come from: folders, WebDataset tars, Parquet and Arrow files, and what is built in.
+
+A source lists its items in an order that never changes and without reading a picture; an item knows how to read its
+own bytes, in any process. Names inside archives are labels: nothing is ever written where they say.
+"""
+
+import csv
+import json
+import os
+import tarfile
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from atoll.data.builtin import make
+from atoll.data.images import Picture, Rejected, Transform, read_picture
+from atoll.errors import InputError
+
+IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
+METADATA = ("metadata.jsonl", "metadata.csv")
+CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
+BUILT_IN = ("avatars", "shapes", "digits")
+
+
+class Item(NamedTuple):
+    """One picture to be: `where` says how to read it (a path, a span of a file, a row), `fault` why it cannot be."""
+
+    key: str
+    where: tuple[Any, ...]
+    caption: str | None = None
+    label: str = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place with pictures. `template` makes captions of folder names: "a photo of a {label}"."""
+
+    place: str
+    kind: str = field(init=False)
+    template: str | None = None
+    num: int | None = None  # how many of a built-in one
+    size: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", _kind_of(self.place))
+        if self.template is not None and "{label}" not in self.template:
+            raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
+
+    def items(self) -> Iterator[Item]:
+        """All items, in their order."""
+        found = {
+            "folder": self._folder,
+            "tar": self._tars,
+            "table": self._tables,
+            "built-in": self._built_in,
+        }[self.kind]()
+        for item in found:
+            yield item if item.fault else self._captioned(item)
+
+    def _captioned(self, item: Item) -> Item:
+        caption = item.caption
+        if not caption and self.template is not None and item.label:
+            caption = self.template.format(label=item.label.replace("_", " "))
+        if caption is None:
+            return item._replace(fault="no caption")
+        caption = " ".join(unicodedata.normalize("NFC", caption).split())
+        return item._replace(caption=caption, fault="" if caption else "empty caption")
+
+    def _folder(self) -> Iterator[Item]:
+        root = Path(self.place).resolve()
+        metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
+        for folder, names in _walk(root):
+            metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
+            metadata[folder] = _read_metadata(folder)
+            for name in names:
+                path = folder / name
+                if path.suffix.lower() not in IMAGES:
+                    continue
+                key = path.relative_to(root).as_posix()
+                label = "" if folder == root else folder.name
+                if path.is_symlink() and not path.resolve().is_relative_to(root):
+                    yield Item(key, (), fault="a link that leads out of the folder")
+                    continue
+                listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
+                caption, fault = next((c for c in listed if c is not None), None), ""
+                if caption is None:
+                    caption, fault = _read_sidecar(path.with_suffix(".txt"))
+                yield Item(key, ("file", str(path)), caption, label, fault)
+
+    def _tars(self) -> Iterator[Item]:
+        place = Path(self.place)
+        paths = [place] if place.is_file() else sorted(place.glob("*.tar"))
+        for path in paths:
+            yield from _tar_items(path)
+
+    def _tables(self) -> Iterator[Item]:
+        place = Path(self.place)
+        paths = (
+            [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.suffix in (".parquet", ".arrow"))
+        )
+        for path in paths:
+            yield from _table_items(path)
+
+    def _built_in(self) -> Iterator[Item]:
+        examples = make(self.place, self.num, self.size, self.seed)
+        for i in range(len(examples)):
+            yield Item(
+                f"{self.place}/{i:08d}", ("built-in", self.place, self.num, self.size, self.seed, i), caption="?"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """For dataset.json; a path is named by its last part, since the rest belongs to one machine."""
+        name = self.place if self.kind == "built-in" else Path(self.place).resolve().name
+        made = {"num": self.num, "seed": self.seed} if self.kind == "built-in" else {"template": self.template}
+        return {"name": name, "kind": self.kind, **made}
+
+
+def read_item(item: Item) -> tuple[bytes | Image.Image, str, str]:
+    """The picture of an item, its caption and its label. Raises OSError if its bytes cannot be had."""
+    match item.where:
+        case ("file", path):
+            return Path(path).read_bytes(), item.caption or "", item.label
+        case ("span", path, start, length):
+            with open(path, "rb") as file:
+                file.seek(start)
+                content = file.read(length)
+            if len(content) < length:
+                raise OSError("the archive ends within the picture")
+            return content, item.caption or "", item.label
+        case ("row", path, batch, row, column):
+            return _table_picture(path, batch, row, column), item.caption or "", item.label
+        case ("built-in", name, num, size, seed, i):
+            example = make(name, num, size, seed)[i]
+            return example.image, example.caption, ", ".join(example.attributes.values())
+    raise AssertionError(item.where)
+
+
+class Reading(NamedTuple):
+    """What became of an item: a picture with its caption, or a fault."""
+
+    item: Item
+    picture: Picture | None = None
+    caption: str = ""
+    label: str = ""
+    fault: str = ""
+
+
+def read_items(items: list[Item], transform: Transform) -> list[Reading]:
+    """Read and decode some items, in whatever process."""
+    readings = []
+    for item in items:
+        if item.fault:
+            readings.append(Reading(item, fault=item.fault))
+            continue
+        try:
+            content, caption, label = read_item(item)
+            readings.append(Reading(item, read_picture(content, transform), caption, label))
+        except Rejected as error:
+            readings.append(Reading(item, fault=str(error)))
+        except OSError as error:
+            readings.append(Reading(item, fault=f"cannot be read ({error.strerror or error})"))
+    return readings
+
+
+def _kind_of(place: str) -> str:
+    if place in BUILT_IN:
+        return "built-in"
+    path = Path(place)
+    if not path.exists():
+        raise InputError(f"there is no {place}: give a folder, a .tar, a .parquet, or one of {', '.join(BUILT_IN)}")
+    if path.is_file():
+        kind = {".tar": "tar", ".parquet": "table", ".arrow": "table"}.get(path.suffix)
+        if kind is None:
+            raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file")
+        return kind
+    if any(path.glob("*.tar")):
+        return "tar"
+    if any(path.glob("*.parquet")) or any(path.glob("*.arrow")) or any(path.glob("*/*.arrow")):
+        return "table"
+    return "folder"
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Each folder below root with its sorted file names; links to folders are not followed."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders.sort()
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        yield Path(folder), sorted(name for name in names if not name.startswith("."))
+
+
+def _read_sidecar(path: Path) -> tuple[str | None, str]:
+    """A caption beside its picture, and a fault if there is one that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig"), ""
+    except FileNotFoundError:
+        return None, ""
+    except UnicodeDecodeError:
+        return None, "caption is not UTF-8"
+    except OSError as error:
+        return None, f"caption cannot be read ({error.strerror})"
+
+
+def _read_metadata(folder: Path) -> dict[str, str]:
+    """file name -> caption, from a metadata file by the imagefolder convention (file_name, text)."""
+    for name in METADATA:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows: Any = (json.loads(line) for line in file if line.strip())
+                if name.endswith(".csv"):
+                    rows = csv.DictReader(file)
+                captions = {}
+                for row in rows:
+                    caption = next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None)
+                    if caption is not None:
+                        captions[str(row["file_name"])] = caption
+                return captions
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, csv.Error) as error:
+            raise InputError(f"{path} cannot be read ({error!r}): each row needs file_name and text") from error
+    return {}
+
+
+def _tar_items(path: Path) -> Iterator[Item]:
+    """WebDataset: members that share a name up to the first dot of its last part are one sample."""
+    sample: dict[str, tarfile.TarInfo] = {}
+    stem, fault = "", ""
+    with open(path, "rb") as raw:
+        try:
+            with tarfile.open(fileobj=raw, mode="r:") as archive:
+                for member in archive:
+                    if not member.isfile():
+                        if not member.isdir():
+                            yield Item(f"{path.name}/{member.name}", (), fault="not a plain file in the archive")
+                        continue
+                    head, _, tail = member.name.rpartition("/")
+                    base, _, extension = tail.partition(".")
+                    name = f"{head}/{base}" if head else base
+                    if name != stem and sample:
+                        yield from _tar_sample(path, stem, sample, archive)
+                        sample = {}
+                    stem = name
+                    sample["." + extension.lower()] = member
+                yield from _tar_sample(path, stem, sample, archive)
+                sample = {}
+        except (tarfile.TarError, OSError, EOFError) as error:
+            fault = f"the archive is damaged after this point ({error})"
+        if fault:
+            yield Item(f"{path.name}/{stem}", (), fault=fault)
+
+
+def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], archive: tarfile.TarFile) -> Iterator[Item]:
+    extension = next((e for e in sample if e in IMAGES), None)
+    if extension is None:
+        if sample:
+            yield Item(f"{path.name}/{stem}", (), fault="no picture in the sample")
+        return
+    key, member = f"{path.name}/{stem}{extension}", sample[extension]
+    caption, fault = None, ""
+    try:
+        if ".txt" in sample:
+            caption = _member_bytes(archive, sample[".txt"]).decode("utf-8-sig")
+        if not caption and ".json" in sample:
+            about = json.loads(_member_bytes(archive, sample[".json"]))
+            caption = next((about[k] for k in CAPTION_KEYS if isinstance(about.get(k), str)), None)
+    except (ValueError, AttributeError):
+        fault = "caption is not UTF-8 text or JSON"
+    label = Path(stem).parent.name
+    yield Item(key, ("span", str(path), member.offset_data, member.size), caption, label, fault)
+
+
+def _member_bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    assert file is not None
+    return file.read()
+
+
+def _table_batches(path: Path) -> Iterator[Any]:
+    """The record batches of a Parquet or Arrow file, a bounded number of rows at a time."""
+    pa = _pyarrow()
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(path) as file:
+                yield from file.iter_batches(batch_size=256)
+        else:
+            with pa.memory_map(str(path)) as raw:
+                try:
+                    yield from pa.ipc.open_stream(raw)
+                except pa.ArrowInvalid:
+                    file = pa.ipc.open_file(raw)
+                    yield from (file.get_batch(i) for i in range(file.num_record_batches))
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read as Parquet or Arrow ({error}): copy it again") from error
+
+
+def _table_items(path: Path) -> Iterator[Item]:
+    pa = _pyarrow()
+    for number, batch in enumerate(_table_batches(path)):
+        schema = batch.schema
+        names = {name: schema.field(name).type for name in schema.names}
+        pictures = [n for n, kind in names.items() if pa.types.is_struct(kind) or pa.types.is_binary(kind)]
+        pictures.sort(key=lambda name: name not in ("image", "jpg", "png"))
+        texts = [n for n in (*CAPTION_KEYS, "label") if n in names and pa.types.is_string(names[n])]
+        if not pictures:
+            raise InputError(f"{path} has no column of pictures: it needs one of bytes, or of {{bytes, path}}")
+        captions = batch.column(texts[0]).to_pylist() if texts else [None] * batch.num_rows
+        labels = batch.column("label").to_pylist() if "label" in names else [""] * batch.num_rows
+        for row in range(batch.num_rows):
+            key = f"{path.name}/{number:06d}-{row:04d}"
+            yield Item(key, ("row", str(path), number, row, pictures[0]), captions[row], str(labels[row]))
+
+
+_last_table: tuple[str, int, Iterator[Any], Any] | None = None
+
+
+def _table_picture(path: str, number: int, row: int, column: str) -> bytes:
+    """One cell. Rows come in order, so the batch that was last read is kept open."""
+    global _last_table  # noqa: PLW0603
+    if _last_table is None or _last_table[0] != path or _last_table[1] > number:
+        batches = _table_batches(Path(path))
+        _last_table = (path, 0, batches, next(batches))
+    while _last_table[1] < number:
+        _, at, batches, _ = _last_table
+        _last_table = (path, at + 1, batches, next(batches))
+    cell = _last_table[3].column(column)[row].as_py()
+    content = cell.get("bytes") if isinstance(cell, dict) else cell
+    if not isinstance(content, bytes):
+        raise OSError("the cell holds no picture")
+    return content
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ModuleNotFoundError as error:
+        raise InputError("reading Parquet and Arrow needs pyarrow: pip install 'atoll[parquet]'") from error
+    return pyarrow

