@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+pytest_plugins = ["tiny_models"]
 settings.register_profile("atoll", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("atoll")
 torch.set_num_threads(1)

@@ -36,38 +36,6 @@ def pictures(num: int, size: int = 32, seed: int = 0) -> torch.Tensor:
     return (ground * (1 - inside) + disc * inside).clamp(-1, 1)
 
 
-@pytest.fixture(scope="module")
-def kl(tmp_path_factory) -> Path:
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("kl")
-    diffusers.AutoencoderKL(
-        block_out_channels=(8, 16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        norm_num_groups=4,
-        scaling_factor=0.7,
-        shift_factor=0.1,
-    ).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
-    diffusers.AutoencoderTiny(
-        encoder_block_out_channels=(8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8),
-        num_encoder_blocks=(1, 1, 1),
-        num_decoder_blocks=(1, 1, 1),
-        scaling_factor=1.3,
-        shift_factor=-0.2,
-    ).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def broken(kl, tmp_path) -> Path:
     """A copy of a VAE to damage."""

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,18 +124,6 @@ class TestEfficientNet:
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(InputError, match=rf"this needs {module}: pip install 'atoll\[photos\]'"):
             make_features("efficientnet")
-
-
-@pytest.fixture(scope="module")
-def dino(tmp_path_factory) -> Path:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("dino")
-    config = transformers.Dinov2Config(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    transformers.Dinov2Model(config).save_pretrained(folder)
-    return folder
 
 
 class TestDino:

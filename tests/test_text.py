@@ -18,6 +18,7 @@ from atoll.data.text import BEGIN, NUM_IDS, PADDING, load_text_encoder, make_tex
 from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
+from tiny_models import write_tokenizer
 
 CAPTIONS = ["", "a red hat, a blue body", "猫が好き", "a " * 100, "Größe naïve", "!?", "🐱 cat"]
 
@@ -199,41 +200,6 @@ class TestWords:
     def test_bad_specs(self, spec, message):
         with pytest.raises(InputError, match=message):
             make_text_encoder(spec)
-
-
-def write_tokenizer(folder: Path) -> int:
-    """A byte-level CLIP tokenizer with two merges; returns its number of tokens."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    units = [chr(code) for code in printable] + [chr(256 + i) for i in range(256 - len(printable))]
-    tokens = [*units, *(unit + "</w>" for unit in units), "ca", "cat</w>", "<|startoftext|>", "<|endoftext|>"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\nc a\nca t</w>\n")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"model_max_length": 16, "tokenizer_class": "CLIPTokenizer"})
-    )
-    return len(tokens)
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory) -> Path:
-    """A tiny CLIP in the layout of a pipeline."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("clip")
-    size = write_tokenizer(folder / "tokenizer")
-    config = transformers.CLIPTextConfig(
-        vocab_size=size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        bos_token_id=size - 2,
-        eos_token_id=size - 1,
-    )
-    transformers.CLIPTextModel(config).save_pretrained(folder / "text_encoder")
-    return folder
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Nothing here needs torch, so that worker processes start quickly.
 
 import hashlib
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,8 +52,8 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
     except Rejected:
         raise
     except Exception as error:  # PIL raises almost anything on damaged files
-        reason = "empty file" if not source else f"broken image ({type(error).__name__}: {str(error)[:80]})"
-        raise Rejected(reason) from error
+        told = re.sub(r" ?<.*>", "", str(error)) or type(error).__name__  # without addresses: the same in every run
+        raise Rejected(f"broken image ({told[:80]})" if source else "empty file") from error
     if pixels.std() < transform.min_contrast:
         raise Rejected("blank image")
     digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()

@@ -221,7 +221,7 @@ def _codec(out: Path, source: Source, settings: Settings, census: Census, read: 
     codec = make_codec(settings.codec, sample=pictures)
     codec.latent_shape(settings.size)
     _save_whole(out, codec)
-    return codec
+    return load_codec(out)  # not the fitted one: laid out otherwise in memory, it would round otherwise, too
 
 
 def _resume(out: Path, duplicates: Duplicates, totals: Totals) -> int:

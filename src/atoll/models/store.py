@@ -133,19 +133,23 @@ def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
         raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is truncated or not a safetensors file ({error}): copy it again") from error
-    kinds = sorted({str(tensor.dtype) for tensor in weights.values()})
-    if len(kinds) != 1 or next(iter(weights.values())).dtype not in DTYPES:
-        raise InputError(f"the weights in {path} are of type {', '.join(kinds)}: they must all be of one floating type")
     expected = model.state_dict()
     for name in sorted(expected.keys() ^ weights.keys()):
         fault = "lacks" if name in expected else "has the unknown tensor"
         raise InputError(f"{path} {fault} {name}: its weights belong to another architecture than its {CONFIG}")
+    kinds: set[str] = set()
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
             wanted = list(expected[name].shape)
             raise InputError(f"{name} in {path} has shape {list(tensor.shape)}, but its {CONFIG} makes it {wanted}")
+        counts = not expected[name].is_floating_point()
+        if tensor.dtype != expected[name].dtype if counts else tensor.dtype not in DTYPES:
+            raise InputError(f"{name} in {path} has dtype {tensor.dtype}, which no weights have: copy the file again")
+        kinds |= set() if counts else {str(tensor.dtype)}
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(
                 f"{name} in {path} holds values that are not finite: the file is damaged or training diverged"
             )
+    if len(kinds) > 1:
+        raise InputError(f"the weights in {path} are of types {', '.join(sorted(kinds))}: they must all be of one")
     return weights

@@ -1,0 +1,316 @@
+"""From source to data set: the same bytes however it is made, and nothing lost when it is not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.data import prepare as module
+from atoll.data.codecs import check_same, load_codec, make_codec
+from atoll.data.prepare import Settings, count, prepare, split_of
+from atoll.data.shards import HELD_OUT, TRAIN, Dataset, Shard, alone
+from atoll.data.sources import Source
+from atoll.data.text import load_text_encoder
+from atoll.errors import InputError
+from test_sources import png, write, write_tar
+
+SMALL = Settings(size=16)
+
+
+def make(out: Path, source: Source | None = None, settings: Settings = SMALL, workers: int = 0) -> Dataset:
+    prepare(source or Source("shapes", num=150, size=16), out, settings, workers, progress=False)
+    return Dataset.open(out)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def chunks_of_64(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 64)
+
+
+class TestRows:
+    def test_what_a_data_set_holds(self, tmp_path, chunks_of_64):
+        data = make(tmp_path / "d")
+        assert len(data) == 150
+        about = json.loads((tmp_path / "d" / "dataset.json").read_text())
+        counts = about["counts"]
+        assert counts == {"rows": 150, "train": 150 - counts["held_out"], "held_out": counts["held_out"], "rejected": 0}
+        assert counts["held_out"] == int((data.column("split")[:] == HELD_OUT).sum()) > 0
+        assert str(tmp_path) not in json.dumps(about)  # no path of this machine
+        latents, tokens = data.column("latents"), data.column("tokens")
+        assert latents[0:3].shape == (3, *about["latent_shape"])
+        assert latents[0:3].dtype == np.float16
+        captions = data.texts("caption")
+        text = load_text_encoder(data.folder)
+        np.testing.assert_array_equal(tokens[:], text.tokenize(captions).numpy())
+        np.testing.assert_array_equal(data.column("row")[:], np.arange(150))
+        assert data.texts("key", [0, 149]) == ["shapes/00000000", "shapes/00000149"]
+
+    def test_latents_are_the_codecs(self, tmp_path):
+        data = make(tmp_path / "d", settings=Settings(size=16, codec="pixels"))
+        assert data.about["latent_shape"] == [3, 16, 16]
+        example = Source("shapes", num=150, size=16)
+        from atoll.data.builtin import make as built_in
+
+        pixels = np.asarray(built_in("shapes", 150, 16, example.seed)[7].image, np.float32) / 127.5 - 1
+        np.testing.assert_allclose(data.column("latents")[7], pixels.transpose(2, 0, 1), atol=1e-3)
+
+    def test_random_access(self, tmp_path, chunks_of_64):
+        data = make(tmp_path / "d")
+        column = data.column("latents")
+        everything = column[:]
+        rows = np.array([149, 0, 63, 64, 64, 128])
+        np.testing.assert_array_equal(column[rows], everything[rows])
+        np.testing.assert_array_equal(column[77], everything[77])
+        np.testing.assert_array_equal(column[60:70], everything[60:70])
+        assert isinstance(Shard(tmp_path / "d" / "shards" / "00000.safetensors").columns["latents"], np.memmap)
+
+    def test_decoding_gives_the_pictures_back(self, tmp_path):
+        data = make(tmp_path / "d", Source("avatars", num=200, size=32), Settings(size=32))
+        from atoll.data.builtin import make as built_in
+
+        codec = load_codec(data.folder)
+        images = codec.decode(torch.from_numpy(data.column("latents")[:20]).float())
+        real = (
+            np.stack([np.asarray(e.image) for e in built_in("avatars", 200, 32, 0)[:20]]).transpose(0, 3, 1, 2) / 127.5
+            - 1
+        )
+        assert float(np.sqrt(((images.numpy() - real) ** 2).mean())) < 0.12
+
+
+class TestSplit:
+    def test_by_content(self):
+        rng = np.random.default_rng(0)
+        digests = [rng.bytes(16) for _ in range(20_000)]
+        held = [split_of(digest, 0.05) == HELD_OUT for digest in digests]
+        assert 0.045 < np.mean(held) < 0.055
+        more = [split_of(digest, 0.1) == HELD_OUT for digest in digests]
+        assert all(b for a, b in zip(held, more, strict=True) if a)  # raising the share keeps those that were held out
+        assert split_of(digests[0], 0.0) == TRAIN
+
+    def test_it_never_changes_when_data_is_added(self, tmp_path):
+        half = Settings(size=16, holdout=0.5)
+        few = make(tmp_path / "few", Source("shapes", num=60, size=16), half)
+        many = make(tmp_path / "many", Source("shapes", num=150, size=16), half)
+        np.testing.assert_array_equal(few.column("split")[:], many.column("split")[:60])
+
+
+class TestDuplicates:
+    def test_within_and_across_shards(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(module, "CHUNK", 2)
+        files: dict[str, bytes | str] = {}
+        for i, seed in enumerate([0, 1, 0, 2, 1]):
+            files |= {f"{i}.png": png(seed), f"{i}.txt": f"picture {i}"}
+        make(tmp_path / "d", Source(str(write(tmp_path / "in", files))), Settings(size=16, codec="pixels"))
+        assert Dataset.open(tmp_path / "d").texts("caption") == ["picture 0", "picture 1", "picture 3"]
+        lines = [json.loads(line) for line in (tmp_path / "d" / "rejected.jsonl").read_text().splitlines()]
+        assert lines == [{"key": "2.png", "reason": "exact duplicate"}, {"key": "4.png", "reason": "exact duplicate"}]
+
+
+class TestRejected:
+    def test_the_run_goes_on(self, tmp_path):
+        files = {
+            "a.png": png(),
+            "a.txt": "a",
+            "b.png": b"",
+            "b.txt": "b",
+            "c.png": png(1),
+            "d.png": png(2),
+            "d.txt": "d",
+        }
+        data = make(tmp_path / "d", Source(str(write(tmp_path / "in", files))), Settings(size=16, codec="pixels"))
+        assert data.texts("caption") == ["a", "d"]
+        lines = [json.loads(line) for line in (tmp_path / "d" / "rejected.jsonl").read_text().splitlines()]
+        assert lines == [{"key": "b.png", "reason": "empty file"}, {"key": "c.png", "reason": "no caption"}]
+
+    def test_nothing_usable(self, tmp_path):
+        source = Source(str(write(tmp_path / "in", {"a.png": png(), "b.png": png(1)})))
+        for i, codec in enumerate(("pca", "pixels")):
+            with pytest.raises(InputError, match="mostly: no caption; add NAME.txt beside NAME.jpg"):
+                prepare(source, tmp_path / f"d{i}", Settings(size=16, codec=codec), 0, progress=False)
+
+    def test_no_pictures(self, tmp_path):
+        with pytest.raises(InputError, match="there is no picture in"):
+            count(Source(str(write(tmp_path / "in", {"a.doc": b"x"}))), progress=False)
+
+
+class TestSameBytes:
+    def test_workers_do_not_matter(self, tmp_path, chunks_of_64):
+        make(tmp_path / "alone")
+        make(tmp_path / "helped", workers=2)
+        assert contents(tmp_path / "alone") == contents(tmp_path / "helped")
+
+    def test_again_changes_nothing(self, tmp_path):
+        make(tmp_path / "d")
+        before = contents(tmp_path / "d")
+        make(tmp_path / "d")
+        assert contents(tmp_path / "d") == before
+
+    @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+    def test_after_kills_at_random_times(self, kills, tmp_path):
+        """kill -9 of the real process, with workers, at random moments; then the same command to the end."""
+        source = write(tmp_path / "in", {f"{i}.txt": f"picture {i}" for i in range(400)})
+        write(source, {f"{i}.png": png(i % 390) if i % 50 else b"broken" for i in range(400)})
+        program = (
+            "import sys; from atoll.data import prepare as p; from atoll.data.sources import Source\n"
+            "p.CHUNK = 16\n"
+            "if __name__ == '__main__':\n"
+            "    p.prepare(Source(sys.argv[1]), sys.argv[2], p.Settings(size=16), 2, progress=False)\n"
+        )
+        script = tmp_path / "run.py"
+        script.write_text(program)
+        command = [sys.executable, str(script), str(source)]
+        subprocess.run([*command, str(tmp_path / "whole")], check=True, timeout=120)
+        out, rng, killed = tmp_path / "killed", random.Random(0), 0
+        begun = time.monotonic()
+        while killed < kills and time.monotonic() - begun < 800:
+            process = subprocess.Popen([*command, str(out)], start_new_session=True)
+            wait = 1.0 + rng.random() * 5
+            try:
+                process.wait(wait)
+                # It got to the end first: take a part of the work back, so that there is something to interrupt.
+                (out / "dataset.json").write_text(
+                    (out / "dataset.json").read_text().replace('"complete": true', '"complete": false')
+                )
+                for path in sorted((out / "shards").glob("*"))[rng.randrange(20) :]:
+                    path.unlink()
+                continue
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                killed += 1
+            workers = time.monotonic() + 30
+            while _group_alive(process.pid) and time.monotonic() < workers:
+                time.sleep(0.1)
+            assert not _group_alive(process.pid), "workers outlive a killed run"
+        assert killed == kills
+        subprocess.run([*command, str(out)], check=True, timeout=120)
+        assert contents(out) == contents(tmp_path / "whole")
+
+
+def _group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class TestRefused:
+    def test_other_settings(self, tmp_path):
+        make(tmp_path / "d")
+        with pytest.raises(InputError, match=r"was begun otherwise \(size was 16, now 32\): choose another --out"):
+            make(tmp_path / "d", Source("shapes", num=150, size=32), Settings(size=32))
+        with pytest.raises(InputError, match=r"codec was 'pca', now 'pixels'"):
+            make(tmp_path / "d", settings=Settings(size=16, codec="pixels"))
+
+    def test_a_source_that_changed(self, tmp_path):
+        source = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
+        make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
+        write(source, {"b.png": png(1), "b.txt": "b"})
+        with pytest.raises(InputError, match="its pictures have changed"):
+            make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
+
+    def test_a_folder_of_something_else(self, tmp_path):
+        write(tmp_path / "d", {"thesis.docx": b"precious"})
+        with pytest.raises(InputError, match="is not empty and not a data set"):
+            make(tmp_path / "d")
+        assert (tmp_path / "d" / "thesis.docx").read_bytes() == b"precious"
+
+    def test_two_at_once(self, tmp_path):
+        (tmp_path / "d").mkdir()
+        with alone(tmp_path / "d"), pytest.raises(InputError, match="another process is at work on"):
+            make(tmp_path / "d")
+
+    def test_a_place_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(InputError, match="cannot make the folder"):
+            make(tmp_path / "file" / "d")
+
+    def test_a_full_disk(self, tmp_path, monkeypatch):
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("atoll.data.shards.save_file", full)
+        with pytest.raises(InputError, match=r"cannot write .*No space left on device"):
+            make(tmp_path / "d")
+        monkeypatch.undo()
+        make(tmp_path / "d")
+        make(tmp_path / "fresh")
+        assert contents(tmp_path / "d") == contents(tmp_path / "fresh")
+
+    @pytest.mark.parametrize(
+        "values", [{"size": 4}, {"holdout": 1.0}, {"max_aspect": 0.5}, {"near_duplicates": "maybe"}]
+    )
+    def test_settings(self, values):
+        with pytest.raises(InputError, match=next(iter(values)).replace("_", "-")):
+            Settings(**values)
+
+
+class TestOpening:
+    def test_unfinished(self, tmp_path):
+        make(tmp_path / "d")
+        path = tmp_path / "d" / "dataset.json"
+        path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+        with pytest.raises(InputError, match="run the same `atoll prepare` command again"):
+            Dataset.open(tmp_path / "d")
+
+    def test_other_folders(self, tmp_path):
+        with pytest.raises(
+            InputError, match=r"there is no .*dataset.json: give a folder that `atoll prepare` has made"
+        ):
+            Dataset.open(tmp_path)
+        (tmp_path / "dataset.json").write_text("{")
+        with pytest.raises(InputError, match="cannot be read"):
+            Dataset.open(tmp_path)
+        (tmp_path / "dataset.json").write_text('{"format": 9}')
+        with pytest.raises(InputError, match="has format 9, and this version of atoll reads 1"):
+            Dataset.open(tmp_path)
+
+    @pytest.mark.parametrize("size", [0, 5, 200, -1])
+    def test_a_truncated_shard(self, tmp_path, size):
+        make(tmp_path / "d")
+        path = tmp_path / "d" / "shards" / "00000.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(InputError, match=r"00000.safetensors is truncated or not a shard .*copy it again"):
+            Dataset.open(tmp_path / "d")
+
+    def test_a_missing_shard(self, tmp_path, chunks_of_64):
+        make(tmp_path / "d")
+        (tmp_path / "d" / "shards" / "00001.safetensors").unlink()
+        with pytest.raises(InputError, match="86 rows of 150: some of its shards are missing"):
+            Dataset.open(tmp_path / "d")
+
+
+def test_webdataset_to_data_set(tmp_path):
+    write_tar(
+        tmp_path / "0.tar",
+        {f"{i}.{kind}": png(i) if kind == "png" else f"number {i}" for i in range(9) for kind in ("png", "txt")},
+    )
+    data = make(tmp_path / "d", Source(str(tmp_path / "0.tar")), Settings(size=16, codec="pixels"))
+    assert data.texts("caption") == [f"number {i}" for i in range(9)]
+
+
+@pytest.mark.parametrize("autoencoder", ["kl", "tiny"])
+def test_the_real_classes(autoencoder, clip, dino, tmp_path, request):
+    """Tiny AutoencoderKL, AutoencoderTiny, CLIP and DINOv2 from folders, by the code path of published weights."""
+    vae = request.getfixturevalue(autoencoder)
+    settings = Settings(size=32, codec=f"vae:{vae}", text=f"clip:{clip}", features=f"dino:{dino}")
+    data = make(tmp_path / "d", Source("shapes", num=40, size=32), settings)
+    assert {"vae", "text_encoder", "tokenizer"} <= {path.name for path in data.folder.iterdir()}
+    check_same(data.about["codec"], make_codec(f"vae:{vae}").describe(), "codec")
+    check_same(data.about["text"], load_text_encoder(data.folder).describe(), "text encoder")
+    with pytest.raises(InputError, match="prepared with another codec .*prepare the data again with"):
+        check_same(data.about["codec"], make_codec("pixels").describe(), "codec")
