@@ -224,10 +224,11 @@ class TestRefused:
             make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
 
     def test_a_folder_of_something_else(self, tmp_path):
-        write(tmp_path / "d", {"thesis.docx": b"precious"})
+        files: dict[str, bytes | str] = {"thesis.docx": b"precious", ".draft.tmp": b"too", "vae/weights": b"and this"}
+        write(tmp_path / "d", files)
         with pytest.raises(InputError, match="is not empty and not a data set"):
             make(tmp_path / "d")
-        assert (tmp_path / "d" / "thesis.docx").read_bytes() == b"precious"
+        assert contents(tmp_path / "d") == files
 
     def test_two_at_once(self, tmp_path):
         (tmp_path / "d").mkdir()

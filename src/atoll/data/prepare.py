@@ -12,6 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -110,14 +111,20 @@ def prepare(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder {out} ({error.strerror}): choose another --out") from error
+    begun = (out / "dataset.json").exists()
     with alone(out):
-        return _prepare(source, out, settings, num_workers, progress)
+        try:
+            return _prepare(source, out, settings, num_workers, progress)
+        except InputError:
+            if not begun and (out / "dataset.json").exists() and not _shard_path(out, 0).exists():
+                _forget(out)
+            raise
 
 
 def _prepare(source: Source, out: Path, settings: Settings, num_workers: int | None, progress: bool) -> dict[str, Any]:
-    _clean(out)
     census = count(source, progress)
     about = _begin(out, source, settings, census)
+    _clean(out)
     if about["complete"]:
         return about
     if num_workers is None:
@@ -189,7 +196,7 @@ def _begin(out: Path, source: Source, settings: Settings, census: Census) -> dic
         "settings": asdict(settings),
     }
     if not path.exists():
-        if any(out.iterdir()):
+        if any(path.name != ".dataset.json.tmp" for path in out.iterdir()):
             raise InputError(f"{out} is not empty and not a data set: choose another --out")
         write_json(path, asked)
         return asked
@@ -335,6 +342,16 @@ def _clean(out: Path) -> None:
             shutil.rmtree(leftover)
         else:
             leftover.unlink()
+
+
+def _forget(out: Path) -> None:
+    """Take back what a run wrote that failed before its first shard, so that it can be corrected and run again."""
+    _clean(out)
+    (out / "dataset.json").unlink(missing_ok=True)
+    shutil.rmtree(out / "vae", ignore_errors=True)
+    for folder in (out / "shards", out):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _shard_path(out: Path, number: int) -> Path:
