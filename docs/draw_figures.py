@@ -7,11 +7,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import math
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import matplotlib as mpl
 import torch
+from PIL import Image
 from torch import Tensor
 
+from atoll.data.builtin import make
+from atoll.data.clusters import partition
+from atoll.data.prepare import Settings, prepare
+from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Prediction, x0_weight
@@ -198,6 +204,21 @@ def draw_solvers() -> None:
     save(figure, "solvers")
 
 
+def draw_avatars() -> None:
+    """The built-in data set, and the clusters that `atoll partition` makes of it."""
+    columns, rows, scale = 16, 5, 3
+    avatars = make("avatars", columns * rows, 32, 1)
+    sheet = Image.new("RGB", (columns * 32, rows * 32))
+    for i in range(len(avatars)):
+        sheet.paste(avatars[i].image, (i % columns * 32, i // columns * 32))
+    sheet.resize((scale * sheet.width, scale * sheet.height), Image.Resampling.NEAREST).save(FOLDER / "avatars.png")
+    with TemporaryDirectory() as folder:
+        prepare(Source("avatars", num=4000), folder, Settings(), num_workers=0, progress=False)
+        for line in partition(folder, 4, progress=False)[1:6]:
+            print(line.replace(folder, "avatars"))
+        Image.open(Path(folder) / "clusters" / "map.png").save(FOLDER / "clusters.png")
+
+
 def save(figure: Figure, name: str) -> None:
     FOLDER.mkdir(exist_ok=True)
     # No dates or versions inside: the same picture is the same file.
@@ -210,3 +231,4 @@ if __name__ == "__main__":
     draw_conversion_error()
     draw_weights()
     draw_solvers()
+    draw_avatars()

@@ -133,12 +133,14 @@ def _draw(data: Dataset, cluster_of: NDArray[np.int64], num_clusters: int, folde
 def _bar(progress: bool) -> Iterator[Progress]:
     """A bar that shows whatever stage is reported to it."""
     with tqdm(unit=" rows", disable=not progress, leave=False) as bar:
+        current = ""
 
         def show(stage: str, done: int, total: int) -> None:
-            if bar.desc != f"{stage}: ":
+            nonlocal current
+            if stage != current or done < bar.n:
+                current = stage
+                bar.set_description(stage, refresh=False)
                 bar.reset(total)
-                bar.set_description(stage)
-            bar.total = total
             bar.update(done - bar.n)
 
         yield show
