@@ -12,15 +12,8 @@ import pytest
 from PIL import ImageColor, ImageFilter
 
 from atoll.data import avatars, builtin, shapes
-from atoll.data.avatars import (
-    attributes_of,
-    caption_of,
-    combinations,
-    draw_avatar,
-    is_heldout,
-    read_avatar,
-    read_avatars,
-)
+from atoll.data.avatar_reader import read_avatar, read_avatars
+from atoll.data.avatars import attributes_of, caption_of, combinations, draw_avatar, is_heldout
 from atoll.data.builtin import DIGIT_WORDS, NAMES, NUM_DIGITS, Example, make
 from atoll.errors import InputError
 

@@ -118,7 +118,7 @@ class TestBadFolder:
         self.refused(tmp_path / "nowhere", "nowhere is not a folder: give the folder that holds config.json")
         self.refused("./nowhere", "not a folder")
         self.refused("someone/nothing", "there is no folder someone/nothing, and the hub did not give it")
-        self.refused(tmp_path, "config.json is missing")
+        self.refused(tmp_path, "there is no .*config.json: a model is a folder with config.json")
 
     def test_no_weights(self, folder):
         (folder / "model.safetensors").unlink()

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from atoll.data.codecs import check_same, load_codec
-from atoll.data.shards import Dataset, alone, read_json, regroup, write_json
+from atoll.config import read_json
+from atoll.data.codecs import load_codec
+from atoll.data.pretrained import check_same
+from atoll.data.shards import Dataset, alone, regroup, write_json
 from atoll.data.sheets import cluster_map, contact_sheet, decode_rows, flat_map
 from atoll.errors import InputError, unknown
 from atoll.partition.assign import Centroids, Progress, assign, by_label, by_random, measure

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atoll.data.codecs import (
-    check_images,
+from atoll.config import read_json
+from atoll.data.codecs import check_images
+from atoll.data.pretrained import (
+    SAVED,
     dtype_name,
     fingerprint,
     load_model,
     locate,
     named,
     one_by_one,
-    read_json,
     require,
     save_model,
     stored_dtype,
@@ -62,7 +63,7 @@ def make_features(spec: str, *, dtype: torch.dtype = torch.float32) -> Features:
 def load_features(folder: str | Path) -> Features:
     """The features that `save` wrote to `folder`/features."""
     path = Path(folder) / FOLDER
-    about = read_json(path / "config.json", "a feature extractor")
+    about = read_json(path / "config.json", SAVED)
     if "model_type" in about:
         return Dino.open(str(path), stored_dtype(path))
     classes: dict[str, type[Simple | EfficientNetLite]] = {"Simple": Simple, "EfficientNetLite": EfficientNetLite}

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from atoll.config import read_json
 from atoll.data.codecs import Codec, load_codec, make_codec, needs_sample
 from atoll.data.duplicates import Duplicates
 from atoll.data.features import Features, make_features
 from atoll.data.images import Picture, Transform
-from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, alone, read_json, write_json, write_shard, write_whole
+from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, alone, write_json, write_shard, write_whole
 from atoll.data.sources import Item, Reading, Source
 from atoll.data.text import TextEncoder, make_text_encoder
 from atoll.data.workers import Readers, readers

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from atoll.config import read_json
 from atoll.errors import InputError
 
 FORMAT = 1
@@ -178,18 +179,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_json(path: Path, values: Any) -> None:
     content = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8"))
-
-
-def read_json(path: Path, advice: str) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("not a table")
-    except FileNotFoundError as error:
-        raise InputError(f"there is no {path}: {advice}") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): {advice}") from error
-    return values
 
 
 def regroup(

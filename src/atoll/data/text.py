@@ -13,13 +13,14 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from atoll.data.codecs import (
+from atoll.config import read_json
+from atoll.data.pretrained import (
+    SAVED,
     dtype_name,
     fingerprint,
     load_model,
     locate,
     named,
-    read_json,
     require,
     save_model,
     stored_dtype,
@@ -78,7 +79,7 @@ def make_text_encoder(
 def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -> TextEncoder:
     """The text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble."""
     path = Path(folder) / FOLDER
-    about = read_json(path / "config.json", "a text encoder")
+    about = read_json(path / "config.json", SAVED)
     if "model_type" in about:
         return CLIPText.open(str(folder), stored_dtype(path), hide_padding)
     return named({"Words": Words}, about, path).from_pretrained(path)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from atoll.config import build
+from atoll.config import build, read_json
 from atoll.errors import InputError
 
 FORMAT = 1
@@ -72,7 +72,7 @@ class Stored(nn.Module):
     @classmethod
     def _from_config(cls, path: Path) -> Self:
         """The network that a config describes, without memory for its weights."""
-        about = _read_json(path)
+        about = read_json(path, f"a model is a folder with {CONFIG} and {WEIGHTS}, copy it again from its source")
         unexpected = sorted(set(about) - {"format", "model", "architecture"})
         if unexpected:
             raise InputError(f"{path} has the unknown key {unexpected[0]!r}: a newer atoll may have written it")
@@ -111,18 +111,6 @@ def _folder_of(folder: str | Path, revision: str | None) -> Path:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}): copy it again from its source") from error
-    if not isinstance(about, dict):
-        raise InputError(f"{path} must hold a table of keys and values: copy it again from its source")
-    return about
 
 
 def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
