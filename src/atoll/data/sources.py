@@ -133,8 +133,8 @@ def read_item(item: Item) -> tuple[bytes | Image.Image, str, str]:
             if len(content) < length:
                 raise OSError("the archive ends within the picture")
             return content, item.caption or "", item.label
-        case ("row", path, batch, row, column):
-            return _table_picture(path, batch, row, column), item.caption or "", item.label
+        case ("row", path, group, number, row, column):
+            return _table_picture(path, group, number, row, column), item.caption or "", item.label
         case ("built-in", name, num, size, seed, i):
             example = make(name, num, size, seed)[i]
             return example.image, example.caption, ", ".join(example.attributes.values())
@@ -282,56 +282,76 @@ def _member_bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _table_batches(path: Path) -> Iterator[Any]:
-    """The record batches of a Parquet or Arrow file, a bounded number of rows at a time."""
+def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
+    """(row group, number within it, record batch of at most 256 rows), from a group on; an Arrow file is one group."""
     pa = _pyarrow()
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
 
             with parquet.ParquetFile(path) as file:
-                yield from file.iter_batches(batch_size=256)
+                for g in range(group, file.num_row_groups):
+                    batches = file.iter_batches(batch_size=256, row_groups=[g], columns=columns)
+                    yield from ((g, i, batch) for i, batch in enumerate(batches))
         else:
             with pa.memory_map(str(path)) as raw:
                 try:
-                    yield from pa.ipc.open_stream(raw)
+                    stream = pa.ipc.open_stream(raw)
                 except pa.ArrowInvalid:
                     file = pa.ipc.open_file(raw)
-                    yield from (file.get_batch(i) for i in range(file.num_record_batches))
+                    stream = (file.get_batch(i) for i in range(file.num_record_batches))
+                yield from ((0, i, batch) for i, batch in enumerate(stream))
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet or Arrow ({error}): copy it again") from error
 
 
 def _table_items(path: Path) -> Iterator[Item]:
     pa = _pyarrow()
-    for number, batch in enumerate(_table_batches(path)):
-        schema = batch.schema
-        names = {name: schema.field(name).type for name in schema.names}
-        pictures = [n for n, kind in names.items() if pa.types.is_struct(kind) or pa.types.is_binary(kind)]
+    picture, texts, wanted = "", [], None
+    _, _, first = next(_table_batches(path), (0, 0, None))
+    if first is not None:
+        names = {name: first.schema.field(name).type for name in first.schema.names}
+        pictures = [n for n, kind in names.items() if pa.types.is_struct(kind) or _is_bytes(pa, kind)]
         pictures.sort(key=lambda name: name not in ("image", "jpg", "png"))
-        texts = [n for n in (*CAPTION_KEYS, "label") if n in names and pa.types.is_string(names[n])]
         if not pictures:
             raise InputError(f"{path} has no column of pictures: it needs one of bytes, or of {{bytes, path}}")
+        texts = [n for n in CAPTION_KEYS if n in names and _is_text(pa, names[n])]
+        picture, wanted = pictures[0], [*texts[:1], *(["label"] if "label" in names else [])]
+    row_number = 0
+    for group, number, batch in _table_batches(path, wanted or [picture]):
         captions = batch.column(texts[0]).to_pylist() if texts else [None] * batch.num_rows
-        labels = batch.column("label").to_pylist() if "label" in names else [""] * batch.num_rows
+        labels = batch.column("label").to_pylist() if wanted and "label" in wanted else [""] * batch.num_rows
         for row in range(batch.num_rows):
-            key = f"{path.name}/{number:06d}-{row:04d}"
-            yield Item(key, ("row", str(path), number, row, pictures[0]), captions[row], str(labels[row]))
+            where = ("row", str(path), group, number, row, picture)
+            yield Item(f"{path.name}/{row_number:08d}", where, captions[row], str(labels[row]))
+            row_number += 1
 
 
-_last_table: tuple[str, int, Iterator[Any], Any] | None = None
+def _is_bytes(pa: Any, kind: Any) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _table_picture(path: str, number: int, row: int, column: str) -> bytes:
-    """One cell. Rows come in order, so the batch that was last read is kept open."""
-    global _last_table  # noqa: PLW0603
-    if _last_table is None or _last_table[0] != path or _last_table[1] > number:
-        batches = _table_batches(Path(path))
-        _last_table = (path, 0, batches, next(batches))
-    while _last_table[1] < number:
-        _, at, batches, _ = _last_table
-        _last_table = (path, at + 1, batches, next(batches))
-    cell = _last_table[3].column(column)[row].as_py()
+def _is_text(pa: Any, kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+_open_table: dict[str, Any] = {}
+"""The table that was last read from in this process, and where in it: rows mostly come in order."""
+
+
+def _table_picture(path: str, group: int, number: int, row: int, column: str) -> bytes:
+    here = _open_table.get("at", (None, -1, -1, None))
+    if here[:3] != (path, group, number):
+        goes_on = here[:2] == (path, group) and number > here[2]
+        if not goes_on:
+            _open_table["batches"] = _table_batches(Path(path), [column], group)
+        for g, i, batch in _open_table["batches"]:
+            if (g, i) == (group, number):
+                _open_table["at"] = (path, group, number, batch)
+                break
+        else:
+            raise OSError("the row is no longer there")
+    cell = _open_table["at"][3].column(column)[row].as_py()
     content = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(content, bytes):
         raise OSError("the cell holds no picture")
