@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from sklearn.cluster import KMeans
@@ -19,7 +19,6 @@ from sklearn.preprocessing import normalize
 from atoll.errors import InputError
 from atoll.partition import assign as assigning
 from atoll.partition.assign import (
-    CHUNK,
     Centroids,
     assign,
     by_label,
@@ -32,7 +31,7 @@ from atoll.partition.assign import (
     silhouette,
     take,
 )
-from atoll.partition.kmeans import hierarchical, kmeans
+from atoll.partition.kmeans import _finish, _Points, hierarchical, kmeans
 
 DIGITS = load_digits().data.astype(np.float32)
 
@@ -121,7 +120,7 @@ def test_reading_is_bounded(metric):
     memory = 8000 * 16 * 4
     steps: list[tuple[str, int, int]] = []
     found = kmeans(rows, 8, metric=metric, memory=memory, progress=lambda *step: steps.append(step))
-    assert rows.largest <= CHUNK
+    assert rows.largest <= 4096
     assert found.rows_in_memory == 8000
     assert rows.total < 60_000 + 60_000 + 2, "one pass for the sample, one for the assignment"
     assert found.sizes.tolist() == [7500] * 8
@@ -129,7 +128,7 @@ def test_reading_is_bounded(metric):
     rows.largest = 0
     result = hierarchical(rows, 4, fine=16, metric=metric, cap=1.2, memory=memory)
     measure(rows, result.labels, 4, metric=metric, sample=500)
-    assert rows.largest <= CHUNK
+    assert rows.largest <= 4096
 
 
 def test_a_sparse_sample_is_read_row_by_row():
@@ -149,8 +148,42 @@ def test_no_cluster_is_empty():
     assert found.inertia == pytest.approx(0, abs=1e-4)
 
 
+def test_centroids_without_rows_are_moved_or_dropped():
+    x = torch.from_numpy(mixture(300, 4, 6))
+    lost = torch.cat([x[:1].expand(3, -1), torch.full((2, 4), 1e3)])
+    centroids, _, _ = _Points(x, spherical=False).lloyd(lost.clone(), 20, 0)
+    assert find_nearest(x, centroids, "euclidean")[0].unique().tolist() == [0, 1, 2, 3, 4]
+    found = _finish(x, lost.clone(), "euclidean", 0, 300, None)
+    assert len(found.centroids) == 5
+    assert int(found.sizes.min()) > 0
+    found = _finish(x[:2].repeat(9, 1), lost.clone(), "euclidean", 0, 18, None)
+    assert found.sizes.tolist() == [9, 9]
+
+
+def test_far_from_the_origin_the_nearest_is_still_found():
+    x = mixture(2000, 16, 12) + 10_000
+    centroids = torch.from_numpy(x[:12])
+    expected = torch.cdist(torch.from_numpy(x).double(), centroids.double()).argmin(1)
+    assert torch.equal(find_nearest(x, centroids, "euclidean")[0], expected)
+
+
+def test_equal_rows_are_at_distance_zero():
+    x = mixture(200, 64, 12)
+    labels, distances = find_nearest(x, torch.from_numpy(x), "euclidean")
+    assert labels.tolist() == list(range(200))
+    assert not distances.any()
+
+
+def test_many_clusters_beat_the_best_of_ten(report):
+    x = mixture(3000, 2, 40, apart=10)
+    best = KMeans(100, n_init=10, random_state=0).fit(x).inertia_
+    ratios = [kmeans(x, 100, seed=seed).inertia / best for seed in range(3)]
+    report(f"k-means inertia / scikit-learn's best of 10, mixture in a plane, k=100: {max(ratios):.4f} at most")
+    assert max(ratios) < 0.99
+
+
 def test_fewer_distinct_rows_than_clusters():
-    x = np.repeat(np.eye(3, dtype=np.float32), 50, axis=0)
+    x = np.repeat(mixture(3, 64, 3), 50, axis=0)
     found = kmeans(x, 5)
     assert len(found.centroids) == 3
     assert found.sizes.tolist() == [50, 50, 50]
@@ -234,6 +267,7 @@ def test_equal_rows_cannot_be_split():
     assert int(hierarchical(x, 4, cap=2).sizes.max()) == 500
 
 
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=7),
     bins=st.integers(1, 3),
@@ -256,8 +290,13 @@ def test_packing_finds_a_way_exactly_when_there_is_one(sizes, bins, slack, seed)
 
 
 def test_packing_moves_what_costs_least():
-    costs = np.array([[0.0, 9], [0, 1], [0, 5], [9, 0]])
+    costs = np.array([[0.0, 3], [5, 6], [0, 5], [9, 0]])
     assert pack([2, 2, 2, 2], costs, 4).tolist() == [0, 1, 0, 1]
+
+
+def test_packing_leaves_no_bin_empty():
+    costs = np.array([[0.0, 7, 9], [0, 3, 9], [0, 9, 4]])
+    assert pack([1, 1, 1], costs, 3).tolist() == [0, 1, 2]
 
 
 def test_packing_many_items_tightly():

@@ -1,0 +1,1 @@
+"""Parts of a data set: finding clusters by streaming k-means, and placing rows into them."""
