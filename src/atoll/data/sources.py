@@ -285,6 +285,7 @@ def _member_bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
     """(row group, number within it, record batch of at most 256 rows), from a group on; an Arrow file is one group."""
     pa = _pyarrow()
+    damaged = (pa.ArrowException, OSError)
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
@@ -301,7 +302,7 @@ def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0)
                     file = pa.ipc.open_file(raw)
                     stream = (file.get_batch(i) for i in range(file.num_record_batches))
                 yield from ((0, i, batch) for i, batch in enumerate(stream))
-    except (pa.ArrowException, OSError) as error:
+    except damaged as error:
         raise InputError(f"{path} cannot be read as Parquet or Arrow ({error}): copy it again") from error
 
 
