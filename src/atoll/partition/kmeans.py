@@ -24,6 +24,7 @@ from atoll.partition.assign import (
     check_metric,
     find_nearest,
     floor,
+    half_distances,
     nearest,
     origin_of,
     pack,
@@ -201,10 +202,10 @@ class _Points:
         """
         chosen: list[int] = []
         while len(chosen) < count and float(costs.sum()) > 0:
-            few = min(DRAWS, count - len(chosen))
+            few = max(1, min(DRAWS, count - len(chosen), (1 << 21) // (DRAWS * len(self.x))))
             drawn = torch.multinomial(costs, DRAWS * few, replacement=True, generator=generator)
             norms = self.norms[drawn, None].expand(-1, len(self.x))
-            to_each = floor(torch.addmm(norms, self.x[drawn], self.x.T, alpha=-2), self.norms) * self.weights
+            to_each = floor(torch.addmm(norms, self.x[drawn], self.x.T, alpha=-2), self.norms).mul_(self.weights)
             for _ in range(few):
                 best = int(torch.minimum(to_each, costs, out=to_each).sum(1).argmin())
                 if float(costs[drawn[best]]) > 0:
@@ -215,10 +216,12 @@ class _Points:
     def thin(self, centroids: Tensor, k: int) -> Tensor:
         """The k centroids without which the points would cost most; of two close ones at most one goes."""
         gains = torch.zeros(len(centroids))
-        for x, w in zip(self.x.split(CHUNK), self.weights.split(CHUNK), strict=True):
-            half = torch.addmm(centroids.square().sum(1) / 2, x, centroids.T, alpha=-1)
+        done = 0
+        for half in half_distances(self.x, centroids):
             two = half.topk(2, dim=1, largest=False)
-            gains.index_add_(0, two.indices[:, 0], (two.values[:, 1] - two.values[:, 0]) * w)
+            weights = self.weights[done : done + len(half)]
+            gains.index_add_(0, two.indices[:, 0], (two.values[:, 1] - two.values[:, 0]) * weights)
+            done += len(half)
         apart = torch.cdist(centroids, centroids).fill_diagonal_(math.inf)
         partner = apart.argmin(1).tolist()
         gone: set[int] = set()
