@@ -79,7 +79,7 @@ class TestPartition:
         everything = np.concatenate(features)
         assert inside < 0.8 * ((everything - everything.mean(0)) ** 2).sum()
 
-    def test_one_cluster_is_enough_for_a_contributor(self, data, tmp_path):
+    def test_one_cluster_is_enough_for_a_contributor(self, data, tmp_path, capsys):
         run("partition", data, "--experts", 3)
         own = tmp_path / "elsewhere"
         (own / "clusters").mkdir(parents=True)
@@ -88,6 +88,9 @@ class TestPartition:
         mine = Dataset.open(own, 1)
         assert mine.texts("caption") == Dataset.open(data, 1).texts("caption")
         np.testing.assert_array_equal(mine.column("latents")[:], Dataset.open(data, 1).column("latents")[:])
+        shutil.copytree(data / "vae", own / "vae")
+        run("inspect", own)
+        assert f"({len(mine)} of them here)" in capsys.readouterr().out
 
     def test_pictures_of_the_clusters(self, data):
         run("partition", data, "--experts", 3)
@@ -157,6 +160,16 @@ class TestAssign:
         for k in range(4):
             assert Dataset.open(tmp_path / "more", k).texts("key") == Dataset.open(data, k).texts("key")
 
+    def test_other_latents_are_refused(self, data, tmp_path, capsys):
+        """Each pca is fitted to its own pictures: to share clusters, take the codec that is there."""
+        run("partition", data, "--experts", 2)
+        more = ("prepare", "avatars", "--num", 100, "--seed", 5, "--size", 16, "--workers", 0, "--out")
+        run(*more, tmp_path / "own")
+        assert "prepared with another codec" in refused(capsys, "assign", tmp_path / "own", "--to", data / "clusters")
+        run(*more, tmp_path / "same", "--codec", f"saved:{data}")
+        run("assign", tmp_path / "same", "--to", data / "clusters")
+        assert len(Dataset.open(tmp_path / "same")) == 100
+
     def test_refused(self, data, prepared, tmp_path, capsys):
         run("partition", data, "--experts", 2, "--method", "random")
         shutil.copytree(prepared, tmp_path / "more")
@@ -169,13 +182,14 @@ class TestInspect:
     def test_it_tells_and_draws(self, data, capsys):
         run("inspect", data)
         told = capsys.readouterr().out
-        for part in ("300 pictures", "held out", "16 x 16 pixels", "license   unknown", "rejected  0", "captions  a "):
+        for part in ("300 pictures", "held out", "16 x 16 pixels", "license   unknown", "rejected  0", "caption   a "):
             assert part in told
         assert Image.open(data / "sheet.png").width > 400
         run("partition", data, "--experts", 2)
         run("inspect", data, "--sheet", data / "other.png")
         assert "clusters  2:" in capsys.readouterr().out
         assert (data / "other.png").exists()
+        assert "cannot write" in refused(capsys, "inspect", data, "--sheet", data / "clusters")
 
 
 class TestCommandLine:
@@ -192,6 +206,7 @@ class TestCommandLine:
             capsys, "prepare", "shapes", "--num", 40, "--codec", "pcb", "--out", tmp_path / "y"
         )
         assert "give a folder that `atoll prepare` has made" in refused(capsys, "partition", tmp_path, "--experts", 2)
+        assert "No such file or directory" in refused(capsys, "partition", tmp_path / "nowhere", "--experts", 2)
         assert "at least 1, but is 0" in refused(capsys, "partition", data, "--experts", 0)
         assert "301" in refused(capsys, "partition", data, "--experts", 301)
         assert "unknown method 'means'" in refused(capsys, "partition", data, "--experts", 2, "--method", "means")

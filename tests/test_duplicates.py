@@ -9,6 +9,7 @@ from PIL import Image
 from atoll.data.builtin import make
 from atoll.data.duplicates import Duplicates
 from atoll.data.images import Picture, Transform, read_picture
+from atoll.data.shards import Shard, write_shard
 
 TRANSFORM = Transform(size=64, min_side=16)
 
@@ -40,7 +41,7 @@ def find(seen: Duplicates, picture: Picture) -> str:
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_copies_are_found_and_others_are_not(closed):
+def test_copies_are_found_and_others_are_not(closed, tmp_path):
     seen = Duplicates(near=True)
     originals = [photo(seed) for seed in range(40)]
     thumbs = []
@@ -50,7 +51,9 @@ def test_copies_are_found_and_others_are_not(closed):
         add(seen, picture)
         thumbs.append(picture.thumb)
     if closed:
-        seen.close_shard(np.stack(thumbs))
+        path = tmp_path / "0.safetensors"
+        write_shard(path, {"row": np.arange(len(thumbs)), "thumb": np.stack(thumbs)}, {})
+        seen.close_shard(Shard(path))
     assert all(find(seen, read(image)) == "exact" for image in originals)
     copies = {
         "compressed": [read(image, "JPEG", quality=60) for image in originals],

@@ -93,8 +93,9 @@ def test_a_hundred_megapixels():
         (saved(Image.new("RGB", (1, 1)), "PNG"), r"too small \(1x1"),
         (saved(scene(400, 40), "PNG"), r"too long \(400x40, aspect above 4\)"),
         (saved(Image.new("RGB", (64, 64), "white"), "PNG"), "blank image"),
+        (saved(Image.new("RGB", (64, 64), "red"), "PNG"), "blank image"),
     ],
-    ids=["empty", "text", "cut jpeg", "cut png", "1x1", "banner", "blank"],
+    ids=["empty", "text", "cut jpeg", "cut png", "1x1", "banner", "blank", "plain red"],
 )
 def test_rejected(content, reason):
     with pytest.raises(Rejected, match=reason):

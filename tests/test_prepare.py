@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from atoll.data import prepare as module
 from atoll.data.codecs import load_codec, make_codec
@@ -76,7 +79,7 @@ class TestRows:
         np.testing.assert_array_equal(column[rows], everything[rows])
         np.testing.assert_array_equal(column[77], everything[77])
         np.testing.assert_array_equal(column[60:70], everything[60:70])
-        assert isinstance(Shard(tmp_path / "d" / "shards" / "00000.safetensors").columns["latents"], np.memmap)
+        assert isinstance(Shard(tmp_path / "d" / "shards" / "00000.safetensors")["latents"], np.memmap)
 
     def test_decoding_gives_the_pictures_back(self, tmp_path):
         data = make(tmp_path / "d", Source("avatars", num=200, size=32), Settings(size=32))
@@ -106,6 +109,30 @@ class TestSplit:
         few = make(tmp_path / "few", Source("shapes", num=60, size=16), half)
         many = make(tmp_path / "many", Source("shapes", num=150, size=16), half)
         np.testing.assert_array_equal(few.column("split")[:], many.column("split")[:60])
+
+    def test_it_is_the_same_at_any_size_and_for_copies_without_loss(self, tmp_path):
+        import io
+
+        from PIL import Image
+
+        place = write(
+            tmp_path / "in",
+            {f"{i:02d}.{kind}": png(i) if kind == "png" else "x" for i in range(40) for kind in ("png", "txt")},
+        )
+        bitmaps = tmp_path / "bitmaps"
+        for path in sorted(place.glob("*.png")):
+            buffer = io.BytesIO()
+            Image.open(path).save(buffer, "BMP")
+            write(bitmaps, {f"{path.stem}.bmp": buffer.getvalue(), f"{path.stem}.txt": "x"})
+        splits = [
+            make(tmp_path / f"d{i}", Source(str(source)), Settings(size=size, codec="pixels", holdout=0.5)).column(
+                "split"
+            )[:]
+            for i, (source, size) in enumerate([(place, 16), (place, 8), (bitmaps, 16)])
+        ]
+        assert 5 < int(splits[0].sum()) < 35
+        np.testing.assert_array_equal(splits[0], splits[1])
+        np.testing.assert_array_equal(splits[0], splits[2])
 
 
 class TestDuplicates:
@@ -141,6 +168,13 @@ class TestRejected:
         for i, codec in enumerate(("pca", "pixels")):
             with pytest.raises(InputError, match="mostly: no caption; add NAME.txt beside NAME.jpg"):
                 prepare(source, tmp_path / f"d{i}", Settings(size=16, codec=codec), 0, progress=False)
+
+    def test_captions_added_after_that(self, tmp_path):
+        place = write(tmp_path / "in", {"a.png": png(), "b.png": png(1)})
+        with pytest.raises(InputError, match="no caption"):
+            make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
+        write(place, {"a.txt": "a", "b.txt": "b"})
+        assert len(make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))) == 2
 
     def test_no_pictures(self, tmp_path):
         with pytest.raises(InputError, match="there is no picture in"):
@@ -221,7 +255,7 @@ class TestRefused:
         source = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
         make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
         write(source, {"b.png": png(1), "b.txt": "b"})
-        with pytest.raises(InputError, match="its pictures have changed"):
+        with pytest.raises(InputError, match="its pictures or captions have changed"):
             make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
 
     def test_a_folder_of_something_else(self, tmp_path):
@@ -241,9 +275,12 @@ class TestRefused:
         with pytest.raises(InputError, match="cannot make the folder"):
             make(tmp_path / "file" / "d")
 
-    def test_a_full_disk(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize(
+        "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+    )
+    def test_a_full_disk(self, error, tmp_path, monkeypatch):
         def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+            raise error
 
         monkeypatch.setattr("atoll.data.shards.save_file", full)
         with pytest.raises(InputError, match=r"cannot write .*No space left on device"):
@@ -254,11 +291,70 @@ class TestRefused:
         assert contents(tmp_path / "d") == contents(tmp_path / "fresh")
 
     @pytest.mark.parametrize(
-        "values", [{"size": 4}, {"holdout": 1.0}, {"max_aspect": 0.5}, {"near_duplicates": "maybe"}]
+        "values",
+        [{"size": 4}, {"holdout": 1.0}, {"max_aspect": float("inf")}, {"near_duplicates": "maybe"}, {"min_side": 0}],
     )
     def test_settings(self, values):
         with pytest.raises(InputError, match=next(iter(values)).replace("_", "-")):
             Settings(**values)
+
+
+class TestChanged:
+    """What was begun with one thing is not finished with another."""
+
+    def test_a_caption(self, tmp_path):
+        place = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
+        make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
+        write(place, {"a.txt": "something else"})
+        with pytest.raises(InputError, match="its pictures or captions have changed"):
+            make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
+
+    def test_a_model(self, dino, tmp_path):
+        shutil.copytree(dino, tmp_path / "model")
+        settings = Settings(size=16, features=f"dino:{tmp_path / 'model'}")
+        data = make(tmp_path / "d", settings=settings)
+        assert str(tmp_path) not in (data.folder / "dataset.json").read_text()  # no path of this machine
+        path = tmp_path / "model" / "model.safetensors"
+        weights = load_file(path)
+        weights["layernorm.bias"] += 1
+        save_file(weights, path, metadata={"format": "pt"})
+        with pytest.raises(InputError, match="prepared with another features"):
+            make(tmp_path / "d", settings=settings)
+
+
+def test_many_more_shards_than_files_may_be_open(tmp_path):
+    """A data set of millions has more shards than a process may hold open."""
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "from atoll.data import prepare as p, shards; from atoll.data.sources import Source\n"
+        "p.CHUNK, s = 2, p.Settings(size=16, codec='pixels', near_duplicates='drop')\n"
+        "shards._mapped = __import__('functools').lru_cache(16)(shards._mapped.__wrapped__)\n"
+        "p.prepare(Source('shapes', num=400, size=16), sys.argv[1], s, 0, progress=False)\n"
+        "data = shards.Dataset.open(sys.argv[1])\n"
+        "assert len(data.shards) > 150, len(data.shards)\n"
+        "assert len(data.column('latents')[:]) == len(data.texts('caption')) == len(data)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "d")], check=True, timeout=100)
+
+
+def test_features_see_more_than_the_latents(tmp_path):
+    """A photo of 300 pixels, prepared at 16, is clustered by what its 28 pixels show the network, not its 16."""
+    from atoll.data.images import read_picture
+
+    transform = Settings(size=16).transform(feature_size=28)
+    picture = read_picture(png(3), transform)
+    assert picture.pixels.shape == (16, 16, 3)
+    assert picture.large.shape == (28, 28, 3)
+    assert read_picture(png(3), Settings(size=32).transform(feature_size=28)).large is None
+
+
+def test_files_can_be_read_by_others(tmp_path):
+    data = make(tmp_path / "d")
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in data.folder.rglob("*"):
+        if path.is_file():
+            assert path.stat().st_mode & 0o777 == 0o666 & ~mask, path
 
 
 class TestOpening:

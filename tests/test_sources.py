@@ -76,9 +76,33 @@ class TestFolders:
         assert captions(tmp_path) == {"a.png": "one", "c.png": "[no caption]", "sub/b.png": 'two, "quoted"'}
 
     def test_broken_metadata(self, tmp_path):
-        write(tmp_path, {"a.png": png(), "metadata.jsonl": '{"file_name": "a.png", "text"'})
-        with pytest.raises(InputError, match=r"metadata.jsonl cannot be read .*each row needs file_name and text"):
+        rows = ['{"file_name": "a.png", "text"', '{"text": "nameless"}', "[1]", '{"file_name": "./b.png", "text": "b"}']
+        write(tmp_path, {"a.png": png(), "b.png": png(1), "metadata.jsonl": "\n".join(rows)})
+        found = captions(tmp_path)
+        fault = "[a row of metadata.jsonl without file_name and text]"
+        assert found == {**{f"metadata, row {i}": fault for i in (1, 2, 3)}, "a.png": "[no caption]", "b.png": "b"}
+        (tmp_path / "metadata.jsonl").write_bytes(b"\xff\xfe")
+        with pytest.raises(InputError, match=r"metadata.jsonl cannot be read .*: save it as UTF-8"):
             items(tmp_path)
+
+    def test_what_we_made_is_no_source(self, tmp_path):
+        write(tmp_path, {"a.png": png(), "a.txt": "a", "data/dataset.json": "{}", "data/sheet.png": png(1)})
+        assert list(captions(tmp_path)) == ["a.png"]
+
+    def test_arguments_that_do_not_fit(self, tmp_path, monkeypatch):
+        write(tmp_path, {"a.png": png(), "a.txt": "a", "digits/b.png": png(1)})
+        for place, options, message in (
+            (tmp_path, {"num": 5}, "--num is for"),
+            ("shapes", {"num": 0}, "--num must be at least 1"),
+            ("shapes", {"num": 5, "template": "a {label}"}, "leave --template out"),
+            ("", {}, "the source is empty"),
+        ):
+            with pytest.raises(InputError, match=message):
+                Source(str(place), **options)
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(InputError, match="both built in and here: write ./digits"):
+            Source("digits")
+        assert captions("./digits", template="{label} {x} {") == {"b.png": "[no caption]"}
 
     def test_class_folders(self, tmp_path):
         write(tmp_path, {"red_fox/a.png": png(), "owl/b.png": png(1)})
@@ -209,7 +233,14 @@ class TestTables:
             pa.ipc.new_stream(file, self.table().schema) as stream,
         ):
             stream.write_table(self.table())
-        assert captions(tmp_path) == self.expected("data-00000-of-00001.arrow")
+        assert captions(tmp_path) == self.expected("train/data-00000-of-00001.arrow")
+
+    def test_the_layout_of_the_hub(self, tmp_path):
+        (tmp_path / "data").mkdir()
+        text = pa.array(["one", "two", None, "four"]).dictionary_encode()
+        table = self.table().set_column(1, "text", text)
+        pq.write_table(table, tmp_path / "data" / "train.parquet")
+        assert captions(tmp_path) == self.expected("data/train.parquet")
 
     def test_several_batches_in_any_order(self, tmp_path):
         rows = 600
@@ -223,9 +254,11 @@ class TestTables:
         assert [reading.picture.digest for reading in readings] == expected
 
     def test_broken(self, tmp_path):
+        pq.write_table(self.table(), tmp_path / "b.parquet")
         (tmp_path / "data.parquet").write_bytes(b"PAR1 nonsense")
-        with pytest.raises(InputError, match="data.parquet cannot be read as Parquet or Arrow"):
-            items(tmp_path)
+        found = captions(tmp_path)
+        assert found["b.parquet/00000000"] == "one"
+        assert found["data.parquet/00000000"].startswith("[the table is damaged after this point (cannot be read as")
         pq.write_table(pa.table({"text": ["a"]}), tmp_path / "data.parquet")
         with pytest.raises(InputError, match="has no column of pictures"):
             items(tmp_path)

@@ -1,28 +1,13 @@
 """Frozen dataclasses from dictionaries that people and other programs write: unknown and missing keys are errors."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from atoll.errors import InputError, unknown
 
 T = TypeVar("T")
-
-
-def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """A file's table of keys and values; `advice` says what to do if there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"there is no {path}: {advice}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}): {advice}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must hold a table of keys and values: {advice}")
-    return values
 
 
 def build(cls: type[T], values: object, what: str) -> T:

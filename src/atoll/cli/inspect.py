@@ -22,10 +22,11 @@ def inspect(
     """
     from atoll.data.overview import describe, draw_sheet
     from atoll.data.shards import Dataset
+    from atoll.data.sheets import save_picture
 
-    dataset = Dataset.open(data)
+    dataset = Dataset.open(data, partial=True)
     for line in describe(dataset):
         print(line)
     path = sheet or data / "sheet.png"
-    draw_sheet(dataset, seed).save(path)
+    save_picture(draw_sheet(dataset, seed), path)
     print(f"contact sheet: {path}")

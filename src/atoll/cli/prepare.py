@@ -22,6 +22,7 @@ def prepare(
     license: str = "unknown",
     seed: int = 0,
     workers: int | None = None,
+    device: str = "auto",
 ) -> None:
     """Make a data set of pictures with captions. Interrupted, the same command goes on.
 
@@ -39,7 +40,8 @@ def prepare(
         out: The folder to make.
         size: Pictures are scaled and cropped to SIZE x SIZE pixels.
         num: How many of a built-in data set.
-        codec: pixels, pca, pca:8x40 (8x8 patches as 40 numbers), or vae:HUB_ID_OR_FOLDER.
+        codec: pixels, pca, pca:8x40 (8x8 patches as 40 numbers), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of
+            another data set.
         text: words, or clip:HUB_ID_OR_FOLDER.
         features: What pictures are clustered by: simple, efficientnet, or dino:HUB_ID_OR_FOLDER.
         template: Makes captions of folder names: "a photo of a {label}".
@@ -50,13 +52,14 @@ def prepare(
         license: Goes into dataset.json and travels with all that is made of the data.
         seed: Of a built-in data set.
         workers: Processes that read pictures; one a core by default, 0 for none.
+        device: Where codec and features are computed: auto, cpu or cuda.
     """
     from atoll.data.prepare import Settings
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
     settings = Settings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
-    about = make(Source(source, template, num, size, seed), out, settings, workers)
+    about = make(Source(source, template, num, size, seed), out, settings, workers, device=device)
     counts, shape = about["counts"], "x".join(map(str, about["latent_shape"]))
     held, rejected = counts["held_out"], counts["rejected"]
     print(f"{out}: {counts['rows']} pictures ({held} held out), {rejected} rejected, latents {shape}")

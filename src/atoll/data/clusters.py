@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from atoll.config import read_json
 from atoll.data.codecs import load_codec
 from atoll.data.pretrained import check_same
-from atoll.data.shards import Dataset, alone, regroup, write_json
-from atoll.data.sheets import cluster_map, contact_sheet, decode_rows, flat_map
+from atoll.data.shards import Dataset, alone, regroup
+from atoll.data.sheets import cluster_map, contact_sheet, decode_rows, flat_map, is_quick, save_picture
 from atoll.errors import InputError, unknown
+from atoll.files import read_json, write_json
 from atoll.partition.assign import Centroids, Progress, assign, by_label, by_random, measure
 from atoll.partition.kmeans import hierarchical
 
 METHODS = ("kmeans", "random", "label")
+MODELS = ("features", "codec", "text")  # what data sets must have in common to share clusters
 ON_A_SHEET, ON_THE_MAP = 60, 900
 
 
@@ -40,8 +41,8 @@ def partition(
         raise unknown("method", method, METHODS)
     if method == "random" and cap is not None:
         raise InputError("random clusters are of equal size already: leave --balance out")
-    data = Dataset.open(folder)
-    with alone(data.folder):
+    with alone(Path(folder)):
+        data = Dataset.open(folder)
         notes: list[str] = []
         centroids = None
         made: dict[str, Any] = {"method": method, "seed": seed}
@@ -51,7 +52,7 @@ def partition(
                     data.column("features"), num_experts, fine=fine, metric=metric, cap=cap, seed=seed, progress=show
                 )
             centroids, labels = found.centroids, found.labels
-            made |= {"metric": metric, "fine": len(centroids.fine), "cap": cap, "features": data.about["features"]}
+            made |= {"metric": metric, "fine": len(centroids.fine), "cap": cap}
             if found.reduced:
                 notes = [f"{found.fine_used} fine centroids instead of {fine}: there are only {len(data)} pictures"]
         elif method == "random":
@@ -65,16 +66,21 @@ def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -
     """Place another data set into the clusters of an existing partition."""
     existing = Path(existing)
     made = read_json(existing / "partition.json", "give the clusters folder of a partitioned data set")
-    if "features" not in made:
+    if not (existing / "centroids.safetensors").exists():
         raise InputError(
             f"the partition in {existing} was made by {made.get('method')}, without centroids to assign by"
         )
     centroids = Centroids.load(existing / "centroids.safetensors")
-    data = Dataset.open(folder)
-    check_same(made["features"], data.about["features"], "features")
-    with alone(data.folder), _bar(progress) as show:
+    with alone(Path(folder)), _bar(progress) as show:
+        data = Dataset.open(folder)
+        for part in MODELS:
+            check_same(made[part], data.about[part], part)
+        if made["latent_shape"] != data.about["latent_shape"]:
+            raise InputError(
+                f"latents are {data.about['latent_shape']}, there {made['latent_shape']}: prepare with its --size"
+            )
         labels = assign(data.column("features"), centroids, progress=show)
-        kept = {key: made[key] for key in ("method", "seed", "metric", "fine", "cap", "features")}
+        kept = {key: made[key] for key in ("method", "seed", "metric", "fine", "cap")}
         return _write(data, labels, centroids.num_clusters, centroids, kept, made["metric"], progress)
 
 
@@ -90,7 +96,9 @@ def _write(
     """Regroup the rows, with all that describes the clusters beside them."""
     with _bar(progress) as show:
         quality = measure(data.column("features"), labels, num_clusters, metric=metric, progress=show)
-    about = {"format": 1, **made, "num_clusters": num_clusters, **asdict(quality)}
+    models = {part: data.about[part] for part in MODELS}
+    shape = data.about["latent_shape"]
+    about = {"format": 1, **made, "num_clusters": num_clusters, **asdict(quality), "latent_shape": shape, **models}
     cluster_of = labels.numpy()
 
     def finish(staged: Path) -> None:
@@ -104,31 +112,35 @@ def _write(
     lines = [
         f"  cluster {k:02d}: {size:7} pictures, {size / mean:4.2f} of the mean" for k, size in enumerate(quality.sizes)
     ]
+    parts = [name for name in ("dataset.json", "vae", "text_encoder", "tokenizer") if (data.folder / name).exists()]
     score = "none" if quality.silhouette is None else f"{quality.silhouette:.3f}"
     folder = data.folder
     return [
         f"{folder}: {num_clusters} clusters by {made['method']}, silhouette {score}",
         *lines,
         f"look: {folder / 'clusters' / 'map.png'} and sheet.png in each cluster",
-        f"to train cluster 0 elsewhere, copy {folder}/dataset.json, vae, text_encoder and clusters/00",
+        f"to train cluster 0 elsewhere, copy {folder}/{{{', '.join([*parts, 'clusters/00'])}}}",
     ]
 
 
 def _draw(data: Dataset, cluster_of: NDArray[np.int64], num_clusters: int, folder: Path) -> None:
     """A contact sheet for each cluster, and a map of all."""
     rng, codec = np.random.default_rng(0), load_codec(data.folder)
+    on_a_sheet, on_the_map = (ON_A_SHEET, ON_THE_MAP) if is_quick(codec) else (16, 120)
     for cluster in range(num_clusters):
         mine = np.flatnonzero(cluster_of == cluster)
         if len(mine) == 0:
             continue
-        rows = np.sort(rng.choice(mine, min(ON_A_SHEET, len(mine)), replace=False))
+        rows = np.sort(rng.choice(mine, min(on_a_sheet, len(mine)), replace=False))
         captions = data.texts("caption", rows[:3])
         title = f"cluster {cluster}: {len(mine)} pictures ({len(mine) / len(data):.0%})"
-        contact_sheet(decode_rows(data, rows, codec), title, captions).save(folder / f"{cluster:02d}" / "sheet.png")
-    rows = np.sort(rng.choice(len(data), min(ON_THE_MAP, len(data)), replace=False))
+        sheet = contact_sheet(decode_rows(data, rows, codec), title, captions)
+        save_picture(sheet, folder / f"{cluster:02d}" / "sheet.png")
+    rows = np.sort(rng.choice(len(data), min(on_the_map, len(data)), replace=False))
     points = flat_map(data.column("features")[rows].astype(np.float64))
     names = [f"cluster {cluster}" for cluster in range(num_clusters)]
-    cluster_map(points, cluster_of[rows], decode_rows(data, rows, codec), names).save(folder / "map.png")
+    picture = cluster_map(points, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
+    save_picture(picture, folder / "map.png")
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from atoll.config import read_json
 from atoll.data.pretrained import (
     SAVED,
     dtype_name,
@@ -22,12 +21,14 @@ from atoll.data.pretrained import (
     locate,
     named,
     one_by_one,
+    public_spec,
     require,
     save_model,
     stored_dtype,
     two_numbers,
 )
 from atoll.errors import InputError, unknown
+from atoll.files import read_json
 from atoll.models.store import Stored
 
 FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
@@ -53,10 +54,12 @@ class Codec(Protocol):
 
 
 def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Codec:
-    """`pixels`, `pca`, `pca:PATCHxNUMBERS` fitted to `sample`, or `vae:HUB_ID_OR_FOLDER` computed in `dtype`."""
+    """By its spec: the built-in ones, with pca fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
     kind, _, rest = spec.partition(":")
     if kind == "vae" and rest:
         return VAE.open(rest, dtype)
+    if kind == "saved" and rest:
+        return load_codec(rest)
     if kind == "pca":
         patch_size, num_components = two_numbers(spec, "pca:8x40 for 8 x 8 patches as 40 numbers") or (None, None)
         if sample is None:
@@ -64,7 +67,7 @@ def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = 
         return PatchPCA.fit(sample, patch_size, num_components)
     if spec == "pixels":
         return Pixels(PixelsConfig()).eval()
-    raise unknown("codec", spec, ("pixels", "pca", "pca:PATCHxNUMBERS", "vae:HUB_ID_OR_FOLDER"))
+    raise unknown("codec", spec, ("pixels", "pca", "pca:PATCHxNUMBERS", "vae:HUB_ID_OR_FOLDER", "saved:DATA"))
 
 
 def needs_sample(spec: str) -> bool:
@@ -257,7 +260,7 @@ class VAE(nn.Module):
     def __init__(self, vae: nn.Module, spec: str) -> None:
         super().__init__()
         self.vae = vae
-        self.spec = spec
+        self.spec = public_spec(spec)
         config: Mapping[str, Any] = vae.config  # type: ignore[assignment]
         self.channels = int(config["latent_channels"])
         stages = "encoder_block_out_channels" if self.kind == "AutoencoderTiny" else "block_out_channels"

@@ -3,8 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.data.shards import Shard
+
 BANDS, BAND_BITS = 4, 16
-MAX_DIFFERENT_BITS = 3  # of 64: two likenesses that differ in no more agree in at least one of four bands
+MAX_DIFFERENT_BITS = 8  # of 64; two likenesses that differ in at most 3 are sure to agree in one of four bands
 MAX_DIFFERENCE = 4.0  # mean difference of two thumbs, of 255
 MAX_CANDIDATES = 256  # a band, newest first: keeps low-entropy data from costing quadratic time
 
@@ -18,7 +20,7 @@ class Duplicates:
         self._likeness = _Growing(np.uint64)
         self._next = [_Growing(np.int32) for _ in range(BANDS)]
         self._last = np.full((BANDS, 1 << BAND_BITS), -1, np.int32)
-        self._thumbs: list[NDArray[np.uint8]] = []  # of finished shards, memory-mapped
+        self._shards: list[Shard] = []  # where the thumbs of finished shards lie
         self._starts: list[int] = []
         self._fresh: list[NDArray[np.uint8]] = []  # of the shard being made
 
@@ -39,11 +41,11 @@ class Duplicates:
             self._next[band].append(self._last[band, key])
             self._last[band, key] = row
 
-    def close_shard(self, thumbs: NDArray[np.uint8]) -> None:
-        """What was added since the last call now lies in a file, whose mapped column this is."""
-        if self.near and len(thumbs):
-            self._starts.append(len(self._likeness) - len(thumbs))
-            self._thumbs.append(thumbs)
+    def close_shard(self, shard: Shard) -> None:
+        """What was added since the last call now lies in this file."""
+        if self.near and shard.num_rows:
+            self._starts.append(len(self._likeness) - shard.num_rows)
+            self._shards.append(shard)
         self._fresh = []
 
     def _has_near(self, likeness: int, thumb: NDArray[np.uint8]) -> bool:
@@ -66,7 +68,7 @@ class Duplicates:
         if row >= stored:
             return self._fresh[row - stored]
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self._thumbs[part][row - self._starts[part]]
+        return self._shards[part]["thumb"][row - self._starts[part]]
 
 
 class _Set:

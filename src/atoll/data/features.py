@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atoll.config import read_json
 from atoll.data.codecs import check_images
 from atoll.data.pretrained import (
     SAVED,
@@ -22,11 +21,13 @@ from atoll.data.pretrained import (
     locate,
     named,
     one_by_one,
+    public_spec,
     require,
     save_model,
     stored_dtype,
 )
 from atoll.errors import InputError, unknown
+from atoll.files import read_json
 from atoll.models.store import Stored
 
 FOLDER = "features"
@@ -38,6 +39,10 @@ class Features(Protocol):
 
     @property
     def dim(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Pictures are scaled to this size: give them no smaller than that, if they are to be had."""
 
     def extract(self, images: Tensor) -> Tensor: ...
 
@@ -97,6 +102,10 @@ class Simple(Stored):
     def dim(self) -> int:
         return 3 * self.config.grid**2 + 3 * 4 + self.config.num_directions * self.config.coarse**2
 
+    @property
+    def size(self) -> int:
+        return self.config.size
+
     @torch.no_grad()
     def extract(self, images: Tensor) -> Tensor:
         images = resize(check_images(images), self.config.size)
@@ -153,6 +162,10 @@ class EfficientNetLite(Stored):
     config_class = EfficientNetConfig
     dim = 1280
 
+    @property
+    def size(self) -> int:
+        return self.config.size
+
     def __init__(self, config: EfficientNetConfig, net: nn.Module | None = None) -> None:
         super().__init__()
         self.config = config
@@ -203,7 +216,7 @@ class Dino(nn.Module):
     def __init__(self, model: Any, spec: str) -> None:
         super().__init__()
         self.model = model
-        self.spec = spec
+        self.spec = public_spec(spec)
         # Configs say 518, the last size of training; the published preprocessing shows 224, at a sixth of the work.
         patch = int(model.config.patch_size)
         self.size = max(patch, min(int(model.config.image_size), 224) // patch * patch)

@@ -25,7 +25,8 @@ class Transform:
     size: int
     min_side: int  # the shorter side, in pixels
     max_aspect: float = 4.0  # longer side / shorter side: a centre crop of a banner shows little of it
-    min_contrast: float = 2.0  # standard deviation of the pixels, of 255: less is a blank page
+    min_contrast: float = 2.0  # standard deviation of the pixels of a channel, of 255: less is a blank page
+    feature_size: int = 0  # features are taken from the picture at this size, if that is larger
 
 
 class Picture(NamedTuple):
@@ -35,6 +36,8 @@ class Picture(NamedTuple):
     digest: bytes  # 16 bytes that name the pixels
     thumb: NDArray[np.uint8]  # [8, 8, 3]
     likeness: int  # 64 bits that are nearly equal for nearly equal pictures
+    origin: bytes  # 16 bytes that name what it was made of, whatever the size it is made
+    large: NDArray[np.uint8] | None = None  # [feature_size, feature_size, 3], if that is larger than size
 
 
 class Rejected(Exception):
@@ -48,17 +51,27 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
             warnings.simplefilter("ignore")  # damaged metadata of a good picture
             image = Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
             check_shape(image, transform)
-            pixels = np.asarray(square(image, transform.size))
+            lossy = isinstance(source, bytes) and image.format in ("JPEG", "MPO")
+            side = max(transform.size, transform.feature_size)
+            image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded no larger than needed
+            whole = upright(image)
+            pixels = np.asarray(square(whole, transform.size))
+            large = np.asarray(square(whole, side)) if side > transform.size else None
+            origin = _name(source if lossy else whole.tobytes())  # copies without loss have one name
     except Rejected:
         raise
     except Exception as error:  # PIL raises almost anything on damaged files
         told = re.sub(r" ?<.*>", "", str(error)) or type(error).__name__  # without addresses: the same in every run
         raise Rejected(f"broken image ({told[:80]})" if source else "empty file") from error
-    if pixels.std() < transform.min_contrast:
+    if pixels.std((0, 1)).max() < transform.min_contrast:
         raise Rejected("blank image")
-    digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()
     thumb = np.asarray(Image.fromarray(pixels).resize((8, 8), Image.Resampling.BOX))
-    return Picture(pixels, digest, thumb, likeness_of(pixels))
+    return Picture(pixels, _name(pixels.tobytes()), thumb, likeness_of(pixels), origin, large)
+
+
+def _name(content: bytes | Image.Image) -> bytes:
+    assert isinstance(content, bytes)
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def check_shape(image: Image.Image, transform: Transform) -> None:
@@ -72,9 +85,8 @@ def check_shape(image: Image.Image, transform: Transform) -> None:
         raise Rejected(f"too long ({width}x{height}, aspect above {transform.max_aspect:g})")
 
 
-def square(image: Image.Image, size: int) -> Image.Image:
-    """Upright RGB, scaled so that the shorter side is `size`, and its middle cut out."""
-    image.draft("RGB", (2 * size, 2 * size))  # a JPEG is decoded no larger than needed
+def upright(image: Image.Image) -> Image.Image:
+    """The picture as it is to be looked at, in RGB."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
         deep = np.asarray(image).astype(np.float64)
@@ -84,7 +96,11 @@ def square(image: Image.Image, size: int) -> Image.Image:
         image = image.convert("RGBA")
         paper = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(paper, image)
-    image = image.convert("RGB")
+    return image.convert("RGB")
+
+
+def square(image: Image.Image, size: int) -> Image.Image:
+    """Scaled so that the shorter side is `size`, and its middle cut out."""
     if image.size == (size, size):
         return image
     return ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)

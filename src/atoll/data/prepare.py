@@ -11,33 +11,36 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.config import read_json
 from atoll.data.codecs import Codec, load_codec, make_codec, needs_sample
 from atoll.data.duplicates import Duplicates
 from atoll.data.features import Features, make_features
 from atoll.data.images import Picture, Transform
-from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, alone, write_json, write_shard, write_whole
+from atoll.data.pretrained import check_same, public_spec
+from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, alone, write_shard
 from atoll.data.sources import Item, Reading, Source
 from atoll.data.text import TextEncoder, make_text_encoder
 from atoll.data.workers import Readers, readers
 from atoll.errors import InputError
+from atoll.files import read_json, write_json, write_whole
 
-CHUNK = 512  # items a shard
+Model = TypeVar("Model", Codec, Features)
+
+CHUNK = 512  # items a shard; fewer where they are so large that more would not fit into 50 MB
 BATCH = 64  # pictures at a time through the codec and the features
-NUM_FIT = 2048  # pictures that a codec is fitted to
+NUM_FIT = 2048  # pictures that a codec is fitted to; fewer in the same way
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,20 @@ class Settings:
             raise InputError(f"size must be at least 8 pixels, but is {self.size}")
         if not 0 <= self.holdout < 1:
             raise InputError(f"holdout must be a share in [0, 1), but is {self.holdout}")
-        if not self.max_aspect >= 1:
-            raise InputError(f"max-aspect must be at least 1, but is {self.max_aspect}")
+        if not 1 <= self.max_aspect <= 1e6:
+            raise InputError(f"max-aspect must lie between 1 and 1e6, but is {self.max_aspect}")
+        if self.min_side is not None and self.min_side < 1:
+            raise InputError(f"min-side must be at least 1 pixel, but is {self.min_side}")
         if self.near_duplicates not in ("auto", "drop", "keep"):
             raise InputError(f"near-duplicates must be auto, drop or keep, but is {self.near_duplicates!r}")
 
-    @property
-    def transform(self) -> Transform:
-        return Transform(self.size, self.size // 2 if self.min_side is None else self.min_side, self.max_aspect)
+    def transform(self, feature_size: int) -> Transform:
+        min_side = self.size // 2 if self.min_side is None else self.min_side
+        return Transform(self.size, min_side, self.max_aspect, feature_size=feature_size)
+
+    def describe(self) -> dict[str, Any]:
+        """For dataset.json, without paths of this machine."""
+        return {**asdict(self), **{part: public_spec(getattr(self, part)) for part in ("codec", "text", "features")}}
 
 
 class Census(NamedTuple):
@@ -96,17 +105,24 @@ class Totals:
     rejected: int = 0
 
     def add(self, shard: Shard) -> None:
-        split = shard.columns["split"]
+        split = shard["split"]
         self.rows += len(split)
         self.held_out += int((split == HELD_OUT).sum())
         self.train += int((split == TRAIN).sum())
-        self.rejected += len(shard.columns["rejected.offsets"]) - 1
+        self.rejected += len(shard["rejected.offsets"]) - 1
 
 
 def prepare(
-    source: Source, out: str | Path, settings: Settings, num_workers: int | None = None, progress: bool = True
+    source: Source,
+    out: str | Path,
+    settings: Settings,
+    num_workers: int | None = None,
+    progress: bool = True,
+    device: str = "auto",
 ) -> dict[str, Any]:
-    """Make the data set, or go on making it; returns what its dataset.json says."""
+    """Make the data set, or go on making it; returns what its dataset.json says. `device` runs codec and features."""
+    if num_workers is not None and num_workers < 0:
+        raise InputError(f"workers must be at least 0, but are {num_workers}")
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -115,78 +131,99 @@ def prepare(
     begun = (out / "dataset.json").exists()
     with alone(out):
         try:
-            return _prepare(source, out, settings, num_workers, progress)
+            return _prepare(source, out, settings, num_workers, progress, _device(device))
         except InputError:
             if not begun and (out / "dataset.json").exists() and not _shard_path(out, 0).exists():
                 _forget(out)
             raise
 
 
-def _prepare(source: Source, out: Path, settings: Settings, num_workers: int | None, progress: bool) -> dict[str, Any]:
-    census = count(source, progress)
-    about = _begin(out, source, settings, census)
+def _prepare(
+    source: Source, out: Path, settings: Settings, num_workers: int | None, progress: bool, device: torch.device
+) -> dict[str, Any]:
+    text, features = make_text_encoder(settings.text), _on(make_features(settings.features), device)
+    side = max(settings.size, features.size)
+    chunk = max(64, min(CHUNK, (1 << 24) // side**2)) if side > 128 else CHUNK
+    census = count(source, max(64, min(NUM_FIT, (1 << 23) // settings.size**2)), progress)
+    models = {"text": text.describe(), "features": features.describe()}
+    about = _begin(out, source, settings, census, models)
     _clean(out)
     if about["complete"]:
         return about
     if num_workers is None:
         num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
-    text, features = make_text_encoder(settings.text), make_features(settings.features)
     near = settings.near_duplicates == "drop" or (settings.near_duplicates == "auto" and source.kind != "built-in")
     duplicates, totals = Duplicates(near), Totals()
-    with readers(num_workers, settings.transform) as read:
-        codec = _codec(out, source, settings, census, read)
+    with readers(num_workers, settings.transform(features.size)) as read:
+        codec = _on(_codec(out, source, settings, census, read), device)
         done = _resume(out, duplicates, totals)
-        bar = tqdm(total=census.num_items, initial=min(done * CHUNK, census.num_items), desc="prepare", unit=" images",
+        bar = tqdm(total=census.num_items, initial=min(done * chunk, census.num_items), desc="prepare", unit=" images",
                    smoothing=0.1, disable=not progress)  # fmt: skip
         with bar:
-            todo = islice(_chunks(source.items(), CHUNK), done, None)
+            todo = islice(_chunks(source.items(), chunk), done, None)
             for number, readings in enumerate(read.read_all(todo), done):
                 kept, rejected = _select(readings, duplicates, settings.holdout)
                 path = _shard_path(out, number)
-                columns = _encode(kept, codec, text, features, bar.update)
+                columns = _encode(kept, codec, text, features, device, bar.update)
                 columns["row"] = np.arange(totals.rows, totals.rows + len(kept), dtype=np.int64)
                 _write(path, kept, rejected, columns)
                 shard = Shard(path)
-                duplicates.close_shard(shard.columns["thumb"])
+                duplicates.close_shard(shard)
                 totals.add(shard)
                 bar.update(len(rejected))
-    rejected_lines = out / "rejected.jsonl"
-    write_whole(rejected_lines, lambda staged: _write_rejected(staged, out))
     if totals.rows == 0:
-        reasons = (json.loads(line)["reason"] for line in rejected_lines.read_text(encoding="utf-8").splitlines())
-        raise _nothing_left(source, Counter(reasons))
+        faults = Counter(json.loads(line)["reason"] for line in _rejected(out))
+        _forget(out)
+        raise _nothing_left(source, faults)
+    write_whole(out / "rejected.jsonl", lambda staged: _write_lines(staged, _rejected(out)))
     _save_whole(out, text)
     about |= {
         "complete": True,
         "counts": asdict(totals),
         "codec": codec.describe(),
         "latent_shape": list(codec.latent_shape(settings.size)),
-        "text": text.describe(),
-        "features": features.describe(),
     }
     write_json(out / "dataset.json", about)
     return about
 
 
-def count(source: Source, progress: bool = True) -> Census:
-    """Go through the keys of a source once."""
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {name!r}: use auto, cpu or cuda") from error
+
+
+def _on(model: Model, device: torch.device) -> Model:
+    try:
+        return model.to(device) if isinstance(model, nn.Module) else model
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"the device {device} cannot be used ({str(error).splitlines()[0]}): use --device cpu"
+        ) from error
+
+
+def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> Census:
+    """Go through the items of a source once, without a look at any picture."""
     digest, num, faults = hashlib.blake2b(digest_size=16), 0, Counter[str]()
-    heap: list[tuple[int, int, Item]] = []  # the NUM_FIT items whose keys have the least hash
+    heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
     for item in tqdm(source.items(), desc="count", unit=" images", disable=not progress, leave=False):
         name = item.key.encode("utf-8", "surrogateescape")
-        digest.update(name + b"\0")
+        digest.update(name + repr((item.caption, item.fault, item.where[:1], item.where[2:])).encode(errors="replace"))
         num += 1
         if item.fault:
             faults[item.fault] += 1
         else:
             rank = -int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-            (heapq.heappush if len(heap) < NUM_FIT else heapq.heappushpop)(heap, (rank, num, item))
+            (heapq.heappush if len(heap) < num_sample else heapq.heappushpop)(heap, (rank, num, item))
     if num == 0:
         raise InputError(f"there is no picture in {source.place}: images end in .jpg, .png, .webp and the like")
     return Census(num, digest.hexdigest(), faults, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])])
 
 
-def _begin(out: Path, source: Source, settings: Settings, census: Census) -> dict[str, Any]:
+def _begin(
+    out: Path, source: Source, settings: Settings, census: Census, models: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Start dataset.json, or make sure that the one that is there is of this very run."""
     path = out / "dataset.json"
     asked: dict[str, Any] = {
@@ -194,7 +231,8 @@ def _begin(out: Path, source: Source, settings: Settings, census: Census) -> dic
         "complete": False,
         "license": settings.license,
         "source": {**source.describe(), "items": census.num_items, "keys": census.digest},
-        "settings": asdict(settings),
+        "settings": settings.describe(),
+        **models,
     }
     if not path.exists():
         if any(path.name != ".dataset.json.tmp" for path in out.iterdir()):
@@ -202,16 +240,20 @@ def _begin(out: Path, source: Source, settings: Settings, census: Census) -> dic
         write_json(path, asked)
         return asked
     stored = read_json(path, "delete the folder and prepare it again")
-    for part in ("source", "settings"):
+    for part in ("settings", "source"):
         for key, value in asked[part].items():
             before = stored.get(part, {}).get(key)
             if before != value:
                 what = (
-                    "its pictures have changed" if key in ("items", "keys") else f"{key} was {before!r}, now {value!r}"
+                    "its pictures or captions have changed"
+                    if key in ("items", "keys")
+                    else f"{key} was {before!r}, now {value!r}"
                 )
                 raise InputError(
                     f"{out} was begun otherwise ({what}): choose another --out, or delete it to start anew"
                 )
+    check_same(stored["text"], models["text"], "text encoder")
+    check_same(stored["features"], models["features"], "features")
     return stored
 
 
@@ -222,7 +264,7 @@ def _codec(out: Path, source: Source, settings: Settings, census: Census, read: 
     pictures = None
     if needs_sample(settings.codec):
         readings = read.read(census.sample)
-        kept = [reading.picture for reading in readings if reading.picture is not None]
+        kept = [reading.picture.pixels for reading in readings if reading.picture is not None]
         if not kept:
             raise _nothing_left(source, census.faults + Counter(reading.fault for reading in readings))
         pictures = _tensor(kept)
@@ -238,9 +280,9 @@ def _resume(out: Path, duplicates: Duplicates, totals: Totals) -> int:
     while _shard_path(out, done).exists():
         shard = Shard(_shard_path(out, done))
         for row in range(shard.num_rows):
-            likeness, thumb = shard.columns["likeness"][row], shard.columns["thumb"][row]
-            duplicates.add(shard.columns["digest"][row].tobytes(), int(likeness), thumb)
-        duplicates.close_shard(shard.columns["thumb"])
+            likeness, thumb = shard["likeness"][row], shard["thumb"][row]
+            duplicates.add(shard["digest"][row].tobytes(), int(likeness), thumb)
+        duplicates.close_shard(shard)
         totals.add(shard)
         done += 1
     return done
@@ -255,27 +297,33 @@ def _select(readings: list[Reading], duplicates: Duplicates, holdout: float) -> 
             fault = duplicates.find(picture.digest, picture.likeness, picture.thumb)
             if not fault:
                 duplicates.add(picture.digest, picture.likeness, picture.thumb)
-                kept.append(Kept(reading, picture, split_of(picture.digest, holdout)))
+                kept.append(Kept(reading, picture, split_of(picture.origin, holdout)))
                 continue
             fault = f"{fault} duplicate"
         rejected.append(json.dumps({"key": reading.item.key, "reason": fault}, ensure_ascii=False))
     return kept, rejected
 
 
-def split_of(digest: bytes, holdout: float) -> int:
-    """Held out or not, by the picture's own content: it stays so whatever is added to the data."""
-    return HELD_OUT if int.from_bytes(digest[8:], "big") < holdout * 2**64 else TRAIN
+def split_of(origin: bytes, holdout: float) -> int:
+    """Held out or not, by the picture's own content: it stays so whatever is added, and at whatever size."""
+    return HELD_OUT if int.from_bytes(origin[8:], "big") < holdout * 2**64 else TRAIN
 
 
 def _encode(
-    kept: list[Kept], codec: Codec, text: TextEncoder, features: Features, on_batch: Callable[[int], object]
+    kept: list[Kept],
+    codec: Codec,
+    text: TextEncoder,
+    features: Features,
+    device: torch.device,
+    on_batch: Callable[[int], object],
 ) -> dict[str, NDArray[Any]]:
     """The columns that models make."""
     parts: dict[str, list[Tensor]] = {"latents": [], "features": [], "tokens": []}
     for batch in _chunks(kept, BATCH):
-        images = _tensor([one.picture for one in batch])
-        parts["latents"].append(codec.encode(images).half())
-        parts["features"].append(features.extract(images).half())
+        images = _tensor([one.picture.pixels for one in batch]).to(device)
+        large = [one.picture.large for one in batch if one.picture.large is not None]
+        parts["latents"].append(codec.encode(images).half().cpu())
+        parts["features"].append(features.extract(_tensor(large).to(device) if large else images).half().cpu())
         parts["tokens"].append(text.tokenize([one.reading.caption for one in batch]).to(torch.int32))
         for name in ("latents", "features"):
             if not bool(torch.isfinite(parts[name][-1]).all()):
@@ -301,17 +349,20 @@ def _write(path: Path, kept: list[Kept], rejected: list[str], columns: dict[str,
     write_shard(path, columns, strings)
 
 
-def _tensor(pictures: list[Picture]) -> Tensor:
+def _tensor(pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
     """uint8 pictures as images in [-1, 1]: [B, 3, S, S]."""
-    pixels = torch.from_numpy(np.stack([picture.pixels for picture in pictures]))
-    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def _write_rejected(staged: Path, out: Path) -> None:
+def _rejected(out: Path) -> Iterator[str]:
+    """A line of JSON for each item that was left out, from all shards."""
+    for path in sorted((out / "shards").glob("*.safetensors")):
+        yield from Shard(path).texts("rejected")
+
+
+def _write_lines(staged: Path, lines: Iterable[str]) -> None:
     with staged.open("w", encoding="utf-8") as file:
-        for path in sorted((out / "shards").glob("*.safetensors")):
-            shard = Shard(path)
-            file.writelines(shard.text("rejected", i) + "\n" for i in range(len(shard.columns["rejected.offsets"]) - 1))
+        file.writelines(line + "\n" for line in lines)
 
 
 def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
@@ -346,13 +397,13 @@ def _clean(out: Path) -> None:
 
 
 def _forget(out: Path) -> None:
-    """Take back what a run wrote that failed before its first shard, so that it can be corrected and run again."""
+    """Take back what a run wrote that has no row to show, so that it can be corrected and run again."""
     _clean(out)
     (out / "dataset.json").unlink(missing_ok=True)
-    shutil.rmtree(out / "vae", ignore_errors=True)
-    for folder in (out / "shards", out):
-        with suppress(OSError):
-            folder.rmdir()
+    for folder in ("vae", "shards"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    with suppress(OSError):
+        out.rmdir()
 
 
 def _shard_path(out: Path, number: int) -> Path:

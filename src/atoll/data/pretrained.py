@@ -16,8 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from atoll.config import read_json
 from atoll.errors import InputError
+from atoll.files import read_json
 
 SAVED = "give a folder in which it was saved, or copy it again"
 
@@ -73,6 +73,12 @@ def two_numbers(spec: str, example: str) -> tuple[int, int] | None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def public_spec(spec: str) -> str:
+    """A spec without the path of a folder on this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
+    kind, _, where = spec.partition(":")
+    return f"{kind}:{Path(where).resolve().name}" if where and Path(where).is_dir() else spec
 
 
 class Place(NamedTuple):

@@ -1,7 +1,7 @@
 """A prepared data set on disk: shards of fixed-size rows in safetensors, memory-mapped.
 
     DATA/dataset.json              what it is: source, codec, text encoder, transform, counts
-    DATA/codec/  DATA/text/        the codec and the text encoder themselves
+    DATA/vae/  DATA/text_encoder/  the codec and the text encoder themselves
     DATA/shards/00000.safetensors  rows, in the order of the source
     DATA/rejected.jsonl            what was left out, and why
     DATA/clusters/03/...           the same rows by cluster, once partitioned (shards/ is then gone)
@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from atoll.config import read_json
 from atoll.errors import InputError
+from atoll.files import read_json, write_whole
 
 FORMAT = 1
 TRAIN, HELD_OUT = 0, 1
@@ -36,37 +36,57 @@ _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int6
 
 
 class Shard:
-    """One file of rows, mapped into memory."""
+    """One file of rows. It is mapped into memory when a column is asked for, and a few hundred stay mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            raw = np.memmap(path, np.uint8, "r")
-            start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-            header = json.loads(raw[8:start].tobytes())
+            with path.open("rb") as file:
+                start = 8 + int.from_bytes(file.read(8), "little")
+                end = file.seek(0, os.SEEK_END)
+                file.seek(8)
+                header = json.loads(file.read(min(start, end) - 8))
             header.pop("__metadata__", None)
-            self.columns: dict[str, NDArray[Any]] = {}
+            self._spans: dict[str, tuple[Any, list[int], int, int]] = {}
             for name, entry in header.items():
                 first, last = (start + offset for offset in entry["data_offsets"])
-                if last > len(raw):
-                    raise ValueError(f"{len(raw)} bytes, at least {last} expected")
-                self.columns[name] = raw[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-            self.num_rows = len(self.columns["row"])
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+                if last > end:
+                    raise ValueError(f"{end} bytes, at least {last} expected")
+                self._spans[name] = (_DTYPES[entry["dtype"]], entry["shape"], first, last)
+            self.num_rows = int(self._spans["row"][1][0])
+            self._version = path.stat().st_mtime_ns
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
             raise InputError(f"{path} is truncated or not a shard ({error}): copy it again from its source") from error
 
-    def text(self, column: str, row: int) -> str:
-        first, last = self.columns[f"{column}.offsets"][row : row + 2]
-        return bytes(self.columns[f"{column}.bytes"][first:last]).decode("utf-8", "replace")
+    @property
+    def names(self) -> list[str]:
+        """The columns of fixed-size rows."""
+        return [name for name in self._spans if "." not in name]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        dtype, shape, first, last = self._spans[name]
+        return _mapped(self.path, self._version)[first:last].view(dtype).reshape(shape)
+
+    def texts(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
+        """Strings of a column, all of them or some."""
+        offsets, content = self[f"{column}.offsets"], self[f"{column}.bytes"]
+        chosen = range(len(offsets) - 1) if rows is None else rows
+        return [bytes(content[offsets[i] : offsets[i + 1]]).decode("utf-8", "replace") for i in chosen]
+
+
+@lru_cache(maxsize=256)
+def _mapped(path: Path, version: int) -> NDArray[np.uint8]:
+    """A map holds a file open, and 11 million pictures are 20,000 files: not all can be."""
+    del version  # a file that was written anew is mapped anew
+    return np.memmap(path, np.uint8, "r")
 
 
 class Column:
     """One column over all shards, as if it were one array; slices and index arrays read just those rows."""
 
     def __init__(self, shards: list[Shard], name: str, order: NDArray[np.int64] | None = None) -> None:
-        self.parts = [shard.columns[name] for shard in shards]
-        self.ends = np.cumsum([len(part) for part in self.parts])
-        self.order = order
+        self.shards, self.name, self.order = shards, name, order
+        self.ends = np.cumsum([shard.num_rows for shard in shards])
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -79,12 +99,13 @@ class Column:
             index = self.order[index]
         if index.ndim == 0:
             part = int(np.searchsorted(self.ends, index, side="right"))
-            return self.parts[part][index - (self.ends[part - 1] if part else 0)]
-        out = np.empty((len(index), *self.parts[0].shape[1:]), self.parts[0].dtype)
+            return self.shards[part][self.name][index - (self.ends[part - 1] if part else 0)]
+        first = self.shards[0][self.name]
+        out = np.empty((len(index), *first.shape[1:]), first.dtype)
         owner = np.searchsorted(self.ends, index, side="right")
         for part in np.unique(owner):
             mine = owner == part
-            out[mine] = self.parts[part][index[mine] - (self.ends[part - 1] if part else 0)]
+            out[mine] = self.shards[part][self.name][index[mine] - (self.ends[part - 1] if part else 0)]
         return out
 
 
@@ -98,11 +119,9 @@ class Dataset:
     cluster: int | None = None
 
     @classmethod
-    def open(cls, folder: str | Path, cluster: int | None = None) -> "Dataset":
-        """Open DATA, or only the files of one cluster of it; all others may be absent."""
+    def open(cls, folder: str | Path, cluster: int | None = None, partial: bool = False) -> "Dataset":
+        """Open DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
         folder = Path(folder)
-        if (folder / "clusters.old").is_dir() and not (folder / "clusters").exists():
-            os.replace(folder / "clusters.old", folder / "clusters")  # a partition was cut short between two renames
         about = read_json(folder / "dataset.json", "give a folder that `atoll prepare` has made")
         if about.get("format") != FORMAT:
             raise InputError(f"{folder} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
@@ -110,18 +129,19 @@ class Dataset:
             raise InputError(f"{folder} is not finished: run the same `atoll prepare` command again to go on")
         if cluster is None:
             places = [folder / "shards"]
-            if (folder / "clusters").is_dir():
-                places = sorted(p for p in (folder / "clusters").iterdir() if p.is_dir())
+            if (found := clusters_in(folder)) is not None:
+                places = sorted(p for p in found.iterdir() if p.is_dir())
         else:
-            places = [folder / "clusters" / f"{cluster:02d}"]
+            found = clusters_in(folder) or folder / "clusters"
+            places = [found / f"{cluster:02d}"]
             if not places[0].is_dir():
-                here = sorted(p.name for p in (folder / "clusters").glob("[0-9]*"))
+                here = sorted(p.name for p in found.glob("[0-9]*"))
                 raise InputError(f"{folder} has no cluster {cluster}: there are {', '.join(here) or 'none yet'}")
         paths = [path for place in places for path in sorted(place.glob("*.safetensors"))]
         shards = [shard for shard in map(Shard, paths) if shard.num_rows]
         data = cls(folder, about, shards, cluster)
         expected = about["counts"]["rows"]
-        if cluster is None and len(data) != expected:
+        if cluster is None and not partial and len(data) != expected:
             raise InputError(f"{folder} has {len(data)} rows of {expected}: some of its shards are missing")
         return data
 
@@ -135,21 +155,28 @@ class Dataset:
     @cached_property
     def _order(self) -> NDArray[np.int64] | None:
         """Where each row of the source lies, if clusters have scattered them."""
-        rows = np.concatenate([shard.columns["row"] for shard in self.shards] or [np.empty(0, np.int64)])
+        rows = np.concatenate([np.array(shard["row"]) for shard in self.shards] or [np.empty(0, np.int64)])
         return None if bool((np.diff(rows) > 0).all()) else np.argsort(rows, kind="stable")
 
     def texts(self, name: str, rows: Iterable[int] | None = None) -> list[str]:
         """Strings of a column: key, caption or label."""
+        index = np.arange(len(self)) if rows is None else np.fromiter(rows, np.int64)
+        at = index if self._order is None else self._order[index]
         ends = np.cumsum([shard.num_rows for shard in self.shards])
-        found = []
-        for row in range(len(self)) if rows is None else rows:
-            at = int(row if self._order is None else self._order[row])
-            part = int(np.searchsorted(ends, at, side="right"))
-            found.append(self.shards[part].text(name, at - (int(ends[part - 1]) if part else 0)))
-        return found
+        owner = np.searchsorted(ends, at, side="right")
+        found = np.empty(len(at), object)
+        for part in np.unique(owner):
+            mine = np.flatnonzero(owner == part)
+            found[mine] = self.shards[part].texts(name, at[mine] - (ends[part - 1] if part else 0))
+        return list(found)
 
     def size_on_disk(self) -> int:
         return sum(shard.path.stat().st_size for shard in self.shards)
+
+
+def clusters_in(folder: Path) -> Path | None:
+    """The clusters of a data set, also while a new partition takes the place of an old one."""
+    return next((p for p in (folder / "clusters", folder / "clusters.old") if p.is_dir()), None)
 
 
 def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, Sequence[str]]) -> None:
@@ -160,25 +187,6 @@ def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], texts: Mapping[
         tensors[f"{name}.bytes"] = np.frombuffer(b"".join(encoded), np.uint8).copy()
         tensors[f"{name}.offsets"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     write_whole(path, lambda staged: save_file(tensors, staged))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call write(staged path), make sure of the bytes, then give the file its name."""
-    staged = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(staged)
-        with staged.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(staged, path)
-    except OSError as error:
-        staged.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path} ({error.strerror or error}): free the disk or choose another") from error
-
-
-def write_json(path: Path, values: Any) -> None:
-    content = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8"))
 
 
 def regroup(
@@ -196,10 +204,27 @@ def regroup(
     """
     folder = data.folder
     staged, old = folder / "clusters.tmp", folder / "clusters.old"
+    if old.exists() and not (folder / "clusters").exists():
+        os.replace(old, folder / "clusters")  # a partition was cut short between its two renames
     for leftover in (staged, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    names = [name for name in data.shards[0].columns if "." not in name]
-    columns = {name: data.column(name) for name in names}
+    try:
+        _write_clusters(data, cluster_of, num_clusters, staged, progress, rows_a_shard)
+        finish(staged)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    if (folder / "clusters").exists():
+        os.replace(folder / "clusters", old)
+    os.replace(staged, folder / "clusters")
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(folder / "shards", ignore_errors=True)
+
+
+def _write_clusters(
+    data: Dataset, cluster_of: NDArray[np.int64], num_clusters: int, staged: Path, progress: bool, rows_a_shard: int
+) -> None:
+    columns = {name: data.column(name) for name in data.shards[0].names}
     bar = tqdm(total=len(data), desc="regroup", unit=" images", disable=not progress, leave=False)
     for cluster in range(num_clusters):
         mine = np.flatnonzero(cluster_of == cluster)
@@ -213,18 +238,17 @@ def regroup(
             )
             bar.update(len(rows))
     bar.close()
-    finish(staged)
-    if (folder / "clusters").exists():
-        os.replace(folder / "clusters", old)
-    os.replace(staged, folder / "clusters")
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(folder / "shards", ignore_errors=True)
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; the hold ends with the process, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(
+            f"cannot open {folder} ({error.strerror}): give a folder that `atoll prepare` has made"
+        ) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

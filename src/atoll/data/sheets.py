@@ -2,30 +2,47 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from atoll.data.codecs import Codec, load_codec
+from atoll.data.codecs import VAE, Codec, load_codec
 from atoll.data.shards import Dataset
+from atoll.files import write_whole
 
 INK, PAPER, FAINT = "#22313f", "#ffffff", "#6b7885"
-COLOURS = ["#0f7173", "#e4572e", "#f0b429", "#5b4b9a", "#3f88c5", "#7fb069", "#c2185b", "#8d6e63"]
+COLOURS = ["#0f7173", "#e4572e", "#f0b429", "#5b4b9a", "#3f88c5", "#7fb069", "#c2185b", "#8d6e63", "#111111",
+           "#9be564", "#ff9f9f", "#00b8d9", "#b388ff", "#8a8d0f", "#ff7ad9", "#9aa5b1"]  # fmt: skip
 
 
 def colour_of(cluster: int) -> str:
     return COLOURS[cluster % len(COLOURS)]
 
 
-def decode_rows(data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None) -> NDArray[np.uint8]:
-    """The pictures of some rows, as their latents give them: [n, S, S, 3]."""
+def is_quick(codec: Codec) -> bool:
+    """Whether hundreds of pictures are decoded in no time: a VAE takes a second each on a CPU."""
+    return not isinstance(codec, VAE)
+
+
+def decode_rows(
+    data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None, side: int = 256
+) -> NDArray[np.uint8]:
+    """The pictures of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
     codec = codec or load_codec(data.folder)
-    latents = torch.from_numpy(data.column("latents")[rows]).float()
-    parts = [codec.decode(part) for part in latents.split(64)]
-    images = torch.cat(parts).clamp(-1, 1)
-    return ((images + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    parts = []
+    for some in np.array_split(rows, max(1, len(rows) // 32)):
+        images = codec.decode(torch.from_numpy(data.column("latents")[some]).float()).clamp(-1, 1)
+        if images.shape[2] > side:
+            images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear", antialias=True)
+        parts.append(((images + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+    return np.concatenate(parts)
+
+
+def save_picture(picture: Image.Image, path: Path) -> None:
+    write_whole(path, lambda staged: picture.save(staged, "PNG"))
 
 
 def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = (), width: int = 960) -> Image.Image:
@@ -50,7 +67,8 @@ def cluster_map(
     points: NDArray[np.float64], clusters: NDArray[np.int64], images: NDArray[np.uint8], names: Sequence[str]
 ) -> Image.Image:
     """Pictures at their places in two dimensions, framed in the colour of their cluster; none lies on another."""
-    side, cell, frame = 960, 36, 3
+    side, frame = 960, 3
+    cell = int(np.clip(side / (1.6 * math.sqrt(len(points))), 36, 120))  # few pictures are shown large
     low, high = points.min(0), points.max(0)
     spread = (points - low) / np.maximum(high - low, 1e-9)
     ranks = points.argsort(0).argsort(0) / max(len(points) - 1, 1)

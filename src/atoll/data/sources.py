@@ -7,6 +7,7 @@ own bytes, in any process. Names inside archives are labels: nothing is ever wri
 import csv
 import json
 import os
+import posixpath
 import tarfile
 import unicodedata
 from collections.abc import Iterator
@@ -16,14 +17,13 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from atoll.data.builtin import make
+from atoll.data.builtin import NAMES, make
 from atoll.data.images import Picture, Rejected, Transform, read_picture
 from atoll.errors import InputError
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 METADATA = ("metadata.jsonl", "metadata.csv")
 CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
-BUILT_IN = ("avatars", "shapes", "digits")
 
 
 class Item(NamedTuple):
@@ -49,6 +49,12 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind_of(self.place))
+        if self.num is not None and self.kind != "built-in":
+            raise InputError(f"--num is for {', '.join(NAMES)}: of {self.place} all pictures are taken")
+        if self.num is not None and self.num < 1:
+            raise InputError(f"--num must be at least 1, but is {self.num}")
+        if self.template is not None and self.kind == "built-in":
+            raise InputError(f"{self.place} has captions of its own: leave --template out")
         if self.template is not None and "{label}" not in self.template:
             raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
 
@@ -66,7 +72,7 @@ class Source:
     def _captioned(self, item: Item) -> Item:
         caption = item.caption
         if not caption and self.template is not None and item.label:
-            caption = self.template.format(label=item.label.replace("_", " "))
+            caption = self.template.replace("{label}", item.label.replace("_", " "))
         if caption is None:
             return item._replace(fault="no caption")
         caption = " ".join(unicodedata.normalize("NFC", caption).split())
@@ -77,7 +83,10 @@ class Source:
         metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
         for folder, names in _walk(root):
             metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
-            metadata[folder] = _read_metadata(folder)
+            metadata[folder], faults = _read_metadata(folder)
+            for number, fault in faults:
+                key = (folder / f"metadata, row {number}").relative_to(root).as_posix()
+                yield Item(key, (), fault=fault)
             for name in names:
                 path = folder / name
                 if path.suffix.lower() not in IMAGES:
@@ -91,7 +100,11 @@ class Source:
                 caption, fault = next((c for c in listed if c is not None), None), ""
                 if caption is None:
                     caption, fault = _read_sidecar(path.with_suffix(".txt"))
-                yield Item(key, ("file", str(path)), caption, label, fault)
+                try:
+                    size = path.stat().st_size
+                except OSError as error:
+                    size, fault = 0, f"cannot be read ({error.strerror})"
+                yield Item(key, ("file", str(path), size), caption, label, fault)
 
     def _tars(self) -> Iterator[Item]:
         place = Path(self.place)
@@ -101,11 +114,11 @@ class Source:
 
     def _tables(self) -> Iterator[Item]:
         place = Path(self.place)
-        paths = (
-            [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.suffix in (".parquet", ".arrow"))
-        )
-        for path in paths:
-            yield from _table_items(path)
+        if place.is_file():
+            yield from _table_items(place, place.name)
+            return
+        for path in sorted(p for p in place.rglob("*") if p.suffix in (".parquet", ".arrow")):
+            yield from _table_items(path, path.relative_to(place).as_posix())
 
     def _built_in(self) -> Iterator[Item]:
         examples = make(self.place, self.num, self.size, self.seed)
@@ -124,7 +137,7 @@ class Source:
 def read_item(item: Item) -> tuple[bytes | Image.Image, str, str]:
     """The picture of an item, its caption and its label. Raises OSError if its bytes cannot be had."""
     match item.where:
-        case ("file", path):
+        case ("file", path, _):
             return Path(path).read_bytes(), item.caption or "", item.label
         case ("span", path, start, length):
             with open(path, "rb") as file:
@@ -169,19 +182,24 @@ def read_items(items: list[Item], transform: Transform) -> list[Reading]:
 
 
 def _kind_of(place: str) -> str:
-    if place in BUILT_IN:
-        return "built-in"
     path = Path(place)
+    if place in NAMES:
+        if path.exists():
+            raise InputError(f"{place} is both built in and here: write ./{place} for the one here, or go elsewhere")
+        return "built-in"
+    if not place:
+        raise InputError(f"the source is empty: give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}")
     if not path.exists():
-        raise InputError(f"there is no {place}: give a folder, a .tar, a .parquet, or one of {', '.join(BUILT_IN)}")
+        raise InputError(f"there is no {place}: give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}")
     if path.is_file():
         kind = {".tar": "tar", ".parquet": "table", ".arrow": "table"}.get(path.suffix)
         if kind is None:
-            raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file")
+            advice = ": unpack it first" if path.suffix in (".gz", ".tgz", ".zip", ".bz2", ".xz") else ""
+            raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file{advice}")
         return kind
     if any(path.glob("*.tar")):
         return "tar"
-    if any(path.glob("*.parquet")) or any(path.glob("*.arrow")) or any(path.glob("*/*.arrow")):
+    if any(any(path.glob(f"{level}*.{kind}")) for level in ("", "*/") for kind in ("parquet", "arrow")):
         return "table"
     return "folder"
 
@@ -190,7 +208,8 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """Each folder below root with its sorted file names; links to folders are not followed."""
     for folder, subfolders, names in os.walk(root):
         subfolders.sort()
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        own = [name for name in subfolders if (Path(folder) / name / "dataset.json").exists()]  # what we made
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in own]
         yield Path(folder), sorted(name for name in names if not name.startswith("."))
 
 
@@ -206,26 +225,41 @@ def _read_sidecar(path: Path) -> tuple[str | None, str]:
         return None, f"caption cannot be read ({error.strerror})"
 
 
-def _read_metadata(folder: Path) -> dict[str, str]:
-    """file name -> caption, from a metadata file by the imagefolder convention (file_name, text)."""
-    for name in METADATA:
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                rows: Any = (json.loads(line) for line in file if line.strip())
-                if name.endswith(".csv"):
-                    rows = csv.DictReader(file)
-                captions = {}
-                for row in rows:
-                    caption = next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None)
-                    if caption is not None:
-                        captions[str(row["file_name"])] = caption
-                return captions
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, csv.Error) as error:
-            raise InputError(f"{path} cannot be read ({error!r}): each row needs file_name and text") from error
-    return {}
+def _read_metadata(folder: Path) -> tuple[dict[str, str], list[tuple[int, str]]]:
+    """file name -> caption by the imagefolder convention (file_name, text), and the rows that cannot be used."""
+    captions: dict[str, str] = {}
+    faults: list[tuple[int, str]] = []
+    path = next((folder / name for name in METADATA if (folder / name).is_file()), None)
+    if path is None:
+        return captions, faults
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                csv.field_size_limit(1 << 24)
+                rows: Iterator[Any] = csv.DictReader(file)
+            else:
+                rows = (_json_or_none(line) for line in file if line.strip())
+            for number, row in enumerate(rows, 1):
+                name = row.get("file_name") if isinstance(row, dict) else None
+                caption = (
+                    next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None) if name else None
+                )
+                if isinstance(name, str) and caption is not None:
+                    captions[posixpath.normpath(name)] = caption
+                else:
+                    faults.append((number, f"a row of {path.name} without file_name and text"))
+    except (UnicodeDecodeError, OSError, csv.Error) as error:
+        raise InputError(
+            f"{path} cannot be read ({error}): save it as UTF-8, with file_name and text in each row"
+        ) from error
+    return captions, faults
+
+
+def _json_or_none(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _tar_items(path: Path) -> Iterator[Item]:
@@ -303,10 +337,21 @@ def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0)
                     stream = (file.get_batch(i) for i in range(file.num_record_batches))
                 yield from ((0, i, batch) for i, batch in enumerate(stream))
     except damaged as error:
-        raise InputError(f"{path} cannot be read as Parquet or Arrow ({error}): copy it again") from error
+        raise OSError(f"cannot be read as Parquet or Arrow: {error}") from error
 
 
-def _table_items(path: Path) -> Iterator[Item]:
+def _table_items(path: Path, name: str) -> Iterator[Item]:
+    """The rows of a table; where it is damaged, what comes before that point and a fault."""
+    row_number = 0
+    try:
+        for item in _table_rows(path, name):
+            yield item
+            row_number += 1
+    except OSError as error:
+        yield Item(f"{name}/{row_number:08d}", (), fault=f"the table is damaged after this point ({error})")
+
+
+def _table_rows(path: Path, name: str) -> Iterator[Item]:
     pa = _pyarrow()
     picture, texts, wanted = "", [], None
     _, _, first = next(_table_batches(path), (0, 0, None))
@@ -324,7 +369,8 @@ def _table_items(path: Path) -> Iterator[Item]:
         labels = batch.column("label").to_pylist() if wanted and "label" in wanted else [""] * batch.num_rows
         for row in range(batch.num_rows):
             where = ("row", str(path), group, number, row, picture)
-            yield Item(f"{path.name}/{row_number:08d}", where, captions[row], str(labels[row]))
+            label = "" if labels[row] is None else str(labels[row])
+            yield Item(f"{name}/{row_number:08d}", where, captions[row], label)
             row_number += 1
 
 
@@ -333,6 +379,7 @@ def _is_bytes(pa: Any, kind: Any) -> bool:
 
 
 def _is_text(pa: Any, kind: Any) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from atoll.config import read_json
 from atoll.data.pretrained import (
     SAVED,
     dtype_name,
@@ -21,12 +20,14 @@ from atoll.data.pretrained import (
     load_model,
     locate,
     named,
+    public_spec,
     require,
     save_model,
     stored_dtype,
     two_numbers,
 )
 from atoll.errors import InputError, unknown
+from atoll.files import read_json
 from atoll.models.store import Stored
 
 FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the published Paris model has them
@@ -231,7 +232,7 @@ class CLIPText(nn.Module):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
-        self.spec = spec
+        self.spec = public_spec(spec)
         self.hide_padding = hide_padding
         model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading needs no argument
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -13,6 +14,7 @@ from multiprocessing import get_context
 
 from atoll.data.images import Transform
 from atoll.data.sources import Item, Reading, read_items
+from atoll.errors import InputError
 
 AT_A_TIME = 32  # items handed to a process
 
@@ -47,8 +49,14 @@ def readers(num_workers: int, transform: Transform) -> Iterator[Readers]:
     if num_workers < 1:
         yield Readers(transform, None)
         return
-    with ProcessPoolExecutor(num_workers, get_context("spawn"), _follow, (os.getpid(),)) as pool:
-        yield Readers(transform, pool)
+    try:
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), _follow, (os.getpid(),)) as pool:
+            yield Readers(transform, pool)
+    except BrokenProcessPool as error:
+        raise InputError(
+            "a process that reads pictures was killed, most likely for lack of memory: "
+            "run the same command with --workers 1, it goes on from here"
+        ) from error
 
 
 def _follow(parent: int) -> None:

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from atoll.config import build, read_json
+from atoll.config import build
 from atoll.errors import InputError
+from atoll.files import make_readable, read_json
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -47,6 +48,7 @@ class Stored(nn.Module):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, staged[WEIGHTS])
+            make_readable(staged[WEIGHTS])
             staged[CONFIG].write_text(json.dumps(about, indent=2) + "\n")
             for name, path in staged.items():
                 os.replace(path, folder / name)

@@ -6,7 +6,6 @@ it is read, and everything after that is Euclidean; a row of zeros stays one and
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.errors import InputError, unknown
+from atoll.files import write_whole
 
 CHUNK = 4096  # rows read at once; fixed, so that no result depends on it
 METRICS = ("euclidean", "cosine")
@@ -62,17 +62,9 @@ class Centroids:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, replaced in one go."""
-        path = Path(path)
-        staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         about = {"format": FORMAT, "metric": self.metric, "num_clusters": self.num_clusters}
         tensors = {"fine_centroids": self.fine.contiguous(), "coarse_of_fine": self.coarse_of_fine.contiguous()}
-        try:
-            save_file(tensors, staged, metadata={"atoll": json.dumps(about)})
-            os.replace(staged, path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot write {path} ({error}): free the disk or choose another place") from error
-        finally:
-            staged.unlink(missing_ok=True)
+        write_whole(Path(path), lambda staged: save_file(tensors, staged, metadata={"atoll": json.dumps(about)}))
 
     @classmethod
     def load(cls, path: str | Path) -> "Centroids":
