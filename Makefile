@@ -37,9 +37,11 @@ format: setup  ## format the code
 figures: setup  ## draw the pictures in docs/figures anew
 	$(BIN)/python docs/draw_figures.py
 
-bench: setup  ## compare speed with diffusers on this machine
+bench: setup  ## measure speed and memory on this machine, beside diffusers and scikit-learn
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/forward.py
+	$(BIN)/python benchmarks/kmeans.py
+	$(BIN)/python benchmarks/prepare.py
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
