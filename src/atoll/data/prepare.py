@@ -135,6 +135,8 @@ def prepare(
         except InputError:
             if not begun and (out / "dataset.json").exists() and not _shard_path(out, 0).exists():
                 _forget(out)
+            with suppress(OSError):
+                out.rmdir()  # if it is empty
             raise
 
 
