@@ -51,13 +51,13 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
             warnings.simplefilter("ignore")  # damaged metadata of a good picture
             image = Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
             check_shape(image, transform)
-            lossy = isinstance(source, bytes) and image.format in ("JPEG", "MPO")
+            lossy = source if isinstance(source, bytes) and image.format in ("JPEG", "MPO") else None
             side = max(transform.size, transform.feature_size)
             image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded no larger than needed
             whole = upright(image)
             pixels = np.asarray(square(whole, transform.size))
             large = np.asarray(square(whole, side)) if side > transform.size else None
-            origin = _name(source if lossy else whole.tobytes())  # copies without loss have one name
+            origin = _name(lossy or whole.tobytes())  # copies without loss have one name
     except Rejected:
         raise
     except Exception as error:  # PIL raises almost anything on damaged files
@@ -69,8 +69,7 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
     return Picture(pixels, _name(pixels.tobytes()), thumb, likeness_of(pixels), origin, large)
 
 
-def _name(content: bytes | Image.Image) -> bytes:
-    assert isinstance(content, bytes)
+def _name(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
