@@ -409,6 +409,7 @@ def test_the_real_classes(autoencoder, clip, dino, tmp_path, request):
     data = make(tmp_path / "d", Source("shapes", num=40, size=32), settings)
     assert {"vae", "text_encoder", "tokenizer"} <= {path.name for path in data.folder.iterdir()}
     check_same(data.about["codec"], make_codec(f"vae:{vae}").describe(), "codec")
+    assert data.about["codec"]["spec"] == f"vae:{vae.name}"
     check_same(data.about["text"], load_text_encoder(data.folder).describe(), "text encoder")
     with pytest.raises(InputError, match="prepared with another codec .*prepare the data again with"):
         check_same(data.about["codec"], make_codec("pixels").describe(), "codec")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.data.codecs import Codec, load_codec, make_codec, needs_sample
+from atoll.data.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.data.duplicates import Duplicates
 from atoll.data.features import Features, make_features
 from atoll.data.images import Picture, Transform
@@ -145,8 +145,8 @@ def _prepare(
 ) -> dict[str, Any]:
     text, features = make_text_encoder(settings.text), _on(make_features(settings.features), device)
     side = max(settings.size, features.size)
-    chunk = max(64, min(CHUNK, (1 << 24) // side**2)) if side > 128 else CHUNK
-    census = count(source, max(64, min(NUM_FIT, (1 << 23) // settings.size**2)), progress)
+    chunk = min(CHUNK, max(64, (1 << 24) // side**2))
+    census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
     models = {"text": text.describe(), "features": features.describe()}
     about = _begin(out, source, settings, census, models)
     _clean(out)
@@ -182,11 +182,17 @@ def _prepare(
     about |= {
         "complete": True,
         "counts": asdict(totals),
-        "codec": codec.describe(),
+        "codec": _described(codec, settings),
         "latent_shape": list(codec.latent_shape(settings.size)),
     }
     write_json(out / "dataset.json", about)
     return about
+
+
+def _described(codec: Codec, settings: Settings) -> dict[str, Any]:
+    """What the codec is; a VAE by the name it was asked for, not by that of its copy in the data set."""
+    about = codec.describe()
+    return {**about, "spec": public_spec(settings.codec)} if isinstance(codec, VAE) else about
 
 
 def _device(name: str) -> torch.device:
@@ -237,7 +243,7 @@ def _begin(
         **models,
     }
     if not path.exists():
-        if any(path.name != ".dataset.json.tmp" for path in out.iterdir()):
+        if any(other.name != ".dataset.json.tmp" for other in out.iterdir()):
             raise InputError(f"{out} is not empty and not a data set: choose another --out")
         write_json(path, asked)
         return asked
@@ -281,9 +287,8 @@ def _resume(out: Path, duplicates: Duplicates, totals: Totals) -> int:
     done = 0
     while _shard_path(out, done).exists():
         shard = Shard(_shard_path(out, done))
-        for row in range(shard.num_rows):
-            likeness, thumb = shard["likeness"][row], shard["thumb"][row]
-            duplicates.add(shard["digest"][row].tobytes(), int(likeness), thumb)
+        for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
+            duplicates.add(digest.tobytes(), int(likeness), thumb)
         duplicates.close_shard(shard)
         totals.add(shard)
         done += 1

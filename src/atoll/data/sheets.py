@@ -45,10 +45,11 @@ def save_picture(picture: Image.Image, path: Path) -> None:
     write_whole(path, lambda staged: picture.save(staged, "PNG"))
 
 
-def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = (), width: int = 960) -> Image.Image:
-    """A grid of pictures under a title and a few lines of notes."""
+def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = ()) -> Image.Image:
+    """A grid of pictures, wider than high, under a title and a few lines of notes."""
     num, size = len(images), images.shape[1]
-    columns = min(num, max(1, round(width / max(size, 64))), math.ceil(math.sqrt(num * 1.8)))
+    width = 960 if size <= 64 else 1440
+    columns = min(num, 13, math.ceil(math.sqrt(num * 1.8)))
     cell = _whole_scale(size, width // columns - 6)
     gap, top = 6, 46 + 19 * len(notes)
     rows = math.ceil(num / columns)
