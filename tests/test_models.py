@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig, sincos_positions
-from atoll.models.presets import PRESETS, preset
+from atoll.models.presets import SIZES, preset
 from atoll.models.router import Router, RouterConfig
 from pixart import SIZE, TEXT_DIM, make_pair
 
@@ -16,7 +16,7 @@ from pixart import SIZE, TEXT_DIM, make_pair
 def small(**changes: object) -> DiT:
     """An expert with no weight left at zero, so that everything has an effect."""
     torch.manual_seed(0)
-    dit = DiT(DiTConfig(**{**preset("xs", input_size=SIZE, text_dim=TEXT_DIM), **changes}))
+    dit = DiT(DiTConfig(**{**preset("xs/2", input_size=SIZE, text_dim=TEXT_DIM), **changes}))
     for parameter in dit.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.1)
@@ -73,7 +73,7 @@ def test_parameter_counts(name, millions, report):
     assert count == pytest.approx(millions, rel=0.001)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SIZES)
 def test_every_preset_builds(name):
     with torch.device("meta"):
         DiT(DiTConfig(**preset(name)))
@@ -147,7 +147,7 @@ def test_one_time_for_the_batch_is_a_time_for_each():
 def test_a_new_expert_is_near_the_identity():
     """Fresh weights: the output is zero, and no block hears the text."""
     torch.manual_seed(0)
-    dit = DiT(DiTConfig(**preset("xs", input_size=SIZE, text_dim=TEXT_DIM)))
+    dit = DiT(DiTConfig(**preset("xs/2", input_size=SIZE, text_dim=TEXT_DIM)))
     x, t, text, _ = inputs()
     assert torch.all(dit(x, t, text) == 0)
     nn.init.normal_(dit.out.weight)
@@ -239,7 +239,7 @@ class TestRouter:
         x, t, text, mask = inputs()
         torch.manual_seed(0)
         for text_dim in (TEXT_DIM, None):
-            router = Router(RouterConfig(**preset("xs", input_size=SIZE, text_dim=text_dim), num_experts=5))
+            router = Router(RouterConfig(**preset("xs/2", input_size=SIZE, text_dim=text_dim), num_experts=5))
             arguments = (text, mask) if text_dim else ()
             assert torch.all(router(x, t, *arguments) == 0)  # a new router has no opinion
             for parameter in router.parameters():
@@ -257,7 +257,7 @@ class TestRouter:
     def test_it_learns(self):
         """Two clusters apart in their mean, told apart under noise."""
         torch.manual_seed(0)
-        router = Router(RouterConfig(**preset("xs", input_size=SIZE, text_dim=None), num_experts=2))
+        router = Router(RouterConfig(**preset("xs/2", input_size=SIZE, text_dim=None), num_experts=2))
         optimizer = torch.optim.AdamW(router.parameters(), 1e-3)
         for _ in range(40):
             label, t = torch.randint(0, 2, (32,)), torch.rand(32)
@@ -301,7 +301,7 @@ class TestBadInput:
     def test_text_for_a_network_without(self):
         x, t, text, _ = inputs()
         with pytest.raises(InputError, match="built without text"):
-            Router(RouterConfig(**preset("xs", input_size=SIZE, text_dim=None)))(x, t, text)
+            Router(RouterConfig(**preset("xs/2", input_size=SIZE, text_dim=None)))(x, t, text)
 
     def test_text_read_by_another(self):
         x, t, text, _ = inputs()
@@ -325,5 +325,5 @@ class TestBadInput:
             DiTConfig(**values)
 
     def test_preset(self):
-        with pytest.raises(InputError, match=r"unknown model size 'xl/4': did you mean 'xl/2'\?"):
-            preset("xl/4")
+        with pytest.raises(InputError, match=r"unknown model size 'xxl/2': did you mean 'xl/2'\?"):
+            preset("xxl/2")

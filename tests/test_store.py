@@ -16,8 +16,8 @@ from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
 from atoll.models.router import Router, RouterConfig
 
-EXPERT = DiTConfig(**preset("xs", input_size=8, text_dim=16))
-ROUTER = RouterConfig(**preset("xs", input_size=8, text_dim=None), num_experts=3)
+EXPERT = DiTConfig(**preset("xs/2", input_size=8, text_dim=16))
+ROUTER = RouterConfig(**preset("xs/2", input_size=8, text_dim=None), num_experts=3)
 
 
 @pytest.fixture

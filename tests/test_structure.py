@@ -17,8 +17,8 @@ MAY_IMPORT = {
     "models": {"diffusion"},
     "partition": {"diffusion"},
     "data": {"diffusion", "models", "partition"},
-    "training": {"diffusion", "models", "partition", "data"},
     "sampling": {"diffusion", "models", "partition", "data"},
+    "training": {"diffusion", "models", "partition", "data", "sampling"},  # a run shows samples, a student has a teacher
     "evaluation": {"diffusion", "models", "partition", "data", "training", "sampling"},
     "cli": {"diffusion", "models", "partition", "data", "training", "sampling", "evaluation"},
 }

@@ -140,7 +140,7 @@ class TestWords:
 
     def test_experts_read_it(self):
         encoder = make_text_encoder("words:16x8")
-        expert = DiT(DiTConfig(**preset("xs", input_size=4, text_dim=16)))
+        expert = DiT(DiTConfig(**preset("xs/2", input_size=4, text_dim=16)))
         tokens, mask = encoder.encode(encoder.tokenize(["", "a cat"]))
         assert expert(torch.zeros(2, 4, 4, 4), torch.zeros(2), tokens, mask).shape == (2, 4, 4, 4)
 

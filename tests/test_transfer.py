@@ -132,7 +132,7 @@ def test_outside_the_range_seen_the_nearest_x0_stands(prediction):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_real_network_of_any_kind_can_be_sampled(prediction, name, solver):
     """By default a network is asked only for times in [0, 1], and what it says leads to numbers."""
-    net = DiT(DiTConfig(**preset("xs", input_size=8, text_dim=None)))
+    net = DiT(DiTConfig(**preset("xs/2", input_size=8, text_dim=None)))
     torch.nn.init.normal_(net.out.weight, std=0.1)
     transfer = Transfer(prediction, name)
     with torch.no_grad():

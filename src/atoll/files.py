@@ -1,9 +1,10 @@
-"""Files that are there whole or not at all, and the one way to read JSON."""
+"""Files that are there whole or not at all, the one way to read JSON, and folders held by one process."""
 
+import fcntl
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         os.replace(staged, path)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot write {path} ({reason}): free the disk or choose another place") from error
+        raise InputError(f"cannot write {path} ({reason_of(error)}): free the disk or choose another place") from error
     finally:
         with suppress(OSError):
             staged.unlink()
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in one line and without the number."""
+    return str(getattr(error, "strerror", None) or error).strip().split("\n")[0]
 
 
 def make_readable(path: Path) -> None:
@@ -53,3 +58,24 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path} must hold a table of keys and values: {advice}")
     return values
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; the hold ends with the process, however it ends."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(
+            f"cannot open {folder} ({error.strerror}): give a folder that is there and may be read"
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is at work on {folder}: wait for it, or choose another folder"
+            ) from error
+        yield
+    finally:
+        os.close(handle)

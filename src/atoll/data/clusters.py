@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from atoll.data.codecs import load_codec
 from atoll.data.pretrained import check_same
-from atoll.data.shards import Dataset, alone, regroup
+from atoll.data.shards import Dataset, regroup
 from atoll.data.sheets import cluster_map, contact_sheet, decode_rows, flat_map, is_quick, save_picture
 from atoll.errors import InputError, unknown
-from atoll.files import read_json, write_json
+from atoll.files import alone, read_json, write_json
 from atoll.partition.assign import Centroids, Progress, assign, by_label, by_random, measure
 from atoll.partition.kmeans import hierarchical
 

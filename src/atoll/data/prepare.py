@@ -29,12 +29,12 @@ from atoll.data.duplicates import Duplicates
 from atoll.data.features import Features, make_features
 from atoll.data.images import Picture, Transform
 from atoll.data.pretrained import check_same, public_spec
-from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, alone, write_shard
+from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, write_shard
 from atoll.data.sources import Item, Reading, Source
 from atoll.data.text import TextEncoder, make_text_encoder
 from atoll.data.workers import Readers, readers
 from atoll.errors import InputError
-from atoll.files import read_json, write_json, write_whole
+from atoll.files import alone, read_json, write_json, write_whole
 
 Model = TypeVar("Model", Codec, Features)
 

@@ -10,12 +10,10 @@
 A reader never loads a shard: it maps the file and touches the rows it is asked for.
 """
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -238,24 +236,3 @@ def _write_clusters(
             )
             bar.update(len(rows))
     bar.close()
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the hold ends with the process, however it ends."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(
-            f"cannot open {folder} ({error.strerror}): give a folder that `atoll prepare` has made"
-        ) from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process is at work on {folder}: wait for it, or choose another folder"
-            ) from error
-        yield
-    finally:
-        os.close(handle)

@@ -288,6 +288,9 @@ class DiT(Trunk):
 
     config: DiTConfig
     config_class = DiTConfig
+    card_keys = frozenset(
+        ("objective", "latent_space", "text_encoder", "data", "training", "init", "license", "calibration")
+    )  # see expert.py
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)

@@ -1,20 +1,36 @@
 """Sizes by name. Parameters are of an expert on 32 x 32 x 4 latents with 768-wide text."""
 
+import re
 from typing import Any
 
-from atoll.errors import unknown
+from atoll.errors import InputError, unknown
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "xs": {"hidden_size": 64, "depth": 2, "num_heads": 2, "patch_size": 2},  # 0.2M, for tests
-    "s/2": {"hidden_size": 384, "depth": 12, "num_heads": 6, "patch_size": 2},  # 30M
-    "b/2": {"hidden_size": 768, "depth": 12, "num_heads": 12, "patch_size": 2},  # 119M
-    "l/2": {"hidden_size": 1024, "depth": 24, "num_heads": 16, "patch_size": 2},  # 411M
-    "xl/2": {"hidden_size": 1152, "depth": 28, "num_heads": 16, "patch_size": 2},  # 606M, the paper's expert
+SIZES: dict[str, dict[str, Any]] = {
+    "xs": {"hidden_size": 64, "depth": 2, "num_heads": 2},  # 0.2M, for tests
+    "mini": {"hidden_size": 128, "depth": 6, "num_heads": 4},  # 1.9M, for a laptop
+    "s": {"hidden_size": 384, "depth": 12, "num_heads": 6},  # 30M
+    "b": {"hidden_size": 768, "depth": 12, "num_heads": 12},  # 119M
+    "l": {"hidden_size": 1024, "depth": 24, "num_heads": 16},  # 411M
+    "xl": {"hidden_size": 1152, "depth": 28, "num_heads": 16},  # 606M, the paper's expert
 }
 
 
 def preset(name: str, **changes: Any) -> dict[str, Any]:
-    """The arguments of a config by its size's name: DiTConfig(**preset("b/2", text_dim=512))."""
-    if name.lower() not in PRESETS:
-        raise unknown("model size", name, PRESETS)
-    return {**PRESETS[name.lower()], **changes}
+    """The arguments of a config by a size's name and a patch: DiTConfig(**preset("b/2", text_dim=512)).
+
+    "128x6/2" is 128 wide and 6 blocks deep. Without a patch, it is 2, or 1 if input_size is among the changes and at
+    most 16.
+    """
+    size, _, patch = name.lower().partition("/")
+    if size in SIZES:
+        found = dict(SIZES[size])
+    elif sizes := re.fullmatch(r"(\d{1,5})x(\d{1,4})", size):
+        width, depth = map(int, sizes.groups())
+        heads = next((n for n in (width // 64, width // 32, 1) if n and width % n == 0), 1)
+        found = {"hidden_size": width, "depth": depth, "num_heads": heads}
+    else:
+        raise unknown("model size", name, [*(f"{known}/2" for known in SIZES), "WIDTHxDEPTH/PATCH"])
+    if patch and not re.fullmatch(r"[1-9]\d{0,2}", patch):
+        raise InputError(f"the patch of model size {name!r} must be a whole number: write it like b/2")
+    found["patch_size"] = int(patch) if patch else (1 if changes.get("input_size", 32) <= 16 else 2)
+    return {**found, **changes}

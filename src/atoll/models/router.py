@@ -26,6 +26,7 @@ class Router(Trunk):
 
     config: RouterConfig
     config_class = RouterConfig
+    card_keys = frozenset(("temperature", "latent_space", "text_encoder", "data", "training", "license"))
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)

@@ -6,10 +6,12 @@ it ignores unknown keys, falls back to pickles and removes the old config before
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,15 +31,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Stored(nn.Module):
-    """A network with `save_pretrained`, `from_pretrained` and `push_to_hub`; subclasses name their config."""
+    """A network with `save_pretrained`, `from_pretrained` and `push_to_hub`; subclasses name their config.
+
+    `card` is what its config.json says beside the architecture, under the keys that its class knows.
+    """
 
     config_class: ClassVar[type]
+    card_keys: ClassVar[frozenset[str]] = frozenset()
     config: Any
+    card: Mapping[str, Any] = MappingProxyType({})
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the folder. Each file is replaced in one go, so a full disk leaves the old ones as they were."""
         folder = Path(folder)
-        about = {"format": FORMAT, "model": type(self).__name__, "architecture": asdict(self.config)}
+        assert self.card.keys() <= self.card_keys
+        about = {"format": FORMAT, "model": type(self).__name__, "architecture": asdict(self.config), **self.card}
         weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         for name, tensor in weights.items():
             if not bool(torch.isfinite(tensor).all()):
@@ -49,7 +57,7 @@ class Stored(nn.Module):
             folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, staged[WEIGHTS])
             make_readable(staged[WEIGHTS])
-            staged[CONFIG].write_text(json.dumps(about, indent=2) + "\n")
+            staged[CONFIG].write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
             for name, path in staged.items():
                 os.replace(path, folder / name)
         except (OSError, SafetensorError) as error:
@@ -66,7 +74,7 @@ class Stored(nn.Module):
         cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
         """Load from a folder or a hub id, in evaluation mode; every key and every value is checked."""
-        path = _folder_of(folder, revision)
+        path = folder_of(folder, revision)
         model = cls._from_config(path / CONFIG)
         model.load_state_dict(_read_weights(path / WEIGHTS, model), assign=True)
         return model.to(dtype=dtype).eval()
@@ -75,7 +83,7 @@ class Stored(nn.Module):
     def _from_config(cls, path: Path) -> Self:
         """The network that a config describes, without memory for its weights."""
         about = read_json(path, f"a model is a folder with {CONFIG} and {WEIGHTS}, copy it again from its source")
-        unexpected = sorted(set(about) - {"format", "model", "architecture"})
+        unexpected = sorted(set(about) - {"format", "model", "architecture"} - cls.card_keys)
         if unexpected:
             raise InputError(f"{path} has the unknown key {unexpected[0]!r}: a newer atoll may have written it")
         if about.get("format") != FORMAT:
@@ -84,7 +92,9 @@ class Stored(nn.Module):
             raise InputError(f"{path} describes a {about.get('model')!r}, not a {cls.__name__}: give the right folder")
         config: Any = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
         with torch.device("meta"):
-            return cls(config)
+            model = cls(config)
+        model.card = {key: about[key] for key in about if key in cls.card_keys}
+        return model
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         """Upload to the Hugging Face hub; where it can be seen."""
@@ -98,14 +108,15 @@ class Stored(nn.Module):
                 raise InputError(f"the hub did not take {repo_id} ({_first_line(error)})") from error
 
 
-def _folder_of(folder: str | Path, revision: str | None) -> Path:
+def folder_of(folder: str | Path, revision: str | None = None, files: Sequence[str] = (CONFIG, WEIGHTS)) -> Path:
+    """The folder itself, or where the hub's files are kept on this machine."""
     path = Path(folder)
     if path.is_dir():
         return path
     if path.exists() or isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~":
         raise InputError(f"{folder} is not a folder: give the folder that holds {CONFIG} and {WEIGHTS}, or a hub id")
     try:
-        return Path(snapshot_download(str(folder), revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
+        return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = _first_line(error)
         raise InputError(f"there is no folder {folder}, and the hub did not give it either ({reason})") from error

@@ -1,0 +1,93 @@
+"""An expert as others get it: a network that says how it was trained, on what, and how far it can be trusted.
+
+EXPERT/config.json              architecture, objective, latent space, text encoder, data, training, init, licence
+EXPERT/model.safetensors        the weights (averaged over training)
+EXPERT/calibration.safetensors  what was measured on held-out data of its cluster, if config.json says so
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from atoll.config import build
+from atoll.diffusion.objective import Objective
+from atoll.diffusion.transfer import Calibration, Conversion, Transfer
+from atoll.errors import InputError
+from atoll.files import write_whole
+from atoll.models.dit import DiT
+from atoll.models.store import CONFIG, WEIGHTS, folder_of
+
+CALIBRATION = "calibration.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """A network and its card."""
+
+    network: DiT
+    objective: Objective
+    latent_space: Mapping[str, Any]  # "shape" [C, S, S], and "codec" as dataset.json describes it
+    text_encoder: Mapping[str, Any]  # as dataset.json describes it
+    data: Mapping[str, Any] = field(default_factory=dict)  # name, fingerprint, cluster, pictures, license
+    training: Mapping[str, Any] = field(default_factory=dict)  # settings, steps, samples, held-out loss
+    init: Mapping[str, Any] | None = None  # where the first weights came from; None: random
+    license: str = "unknown"
+    calibration: Calibration | None = None
+
+    def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
+        """How its outputs become canonical velocities."""
+        chosen = None if conversion is None else Conversion(conversion)
+        return Transfer(self.objective.prediction, self.objective.path, chosen, self.calibration)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the folder; config.json comes last, so that what it promises is there."""
+        folder = Path(folder)
+        if self.calibration is not None:
+            found = self.calibration
+            tensors = {"log_snr": found.log_snr, "gain": found.gain, "mean": found.mean.float().contiguous()}
+            write_whole(folder / CALIBRATION, lambda staged: save_file(tensors, staged))
+        card = {
+            "objective": asdict(self.objective),
+            "latent_space": dict(self.latent_space),
+            "text_encoder": dict(self.text_encoder),
+            "data": dict(self.data),
+            "training": dict(self.training),
+            "init": None if self.init is None else dict(self.init),
+            "license": self.license,
+            "calibration": None if self.calibration is None else CALIBRATION,
+        }
+        self.network.card = card
+        self.network.save_pretrained(folder)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> "Expert":
+        """From a folder or a hub id; every key and value is checked."""
+        path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
+        network = DiT.from_pretrained(path, dtype=dtype)
+        card = dict(network.card)
+        for key in ("objective", "latent_space", "text_encoder"):
+            if not isinstance(card.get(key), Mapping):
+                raise InputError(f"{path / CONFIG} has no {key!r}: it holds a bare network, not an expert")
+        config, shape = network.config, card["latent_space"].get("shape")
+        if shape != [config.in_channels, config.input_size, config.input_size]:
+            raise InputError(f"{path / CONFIG} has latents {shape}, which its architecture does not take")
+        calibration = None if card.get("calibration") is None else read_calibration(path / CALIBRATION)
+        objective = build(Objective, card.pop("objective"), f"the objective in {path / CONFIG}")
+        if calibration is not None and list(calibration.mean.shape) != shape:
+            raise InputError(f"{path / CALIBRATION} is of latents {list(calibration.mean.shape)}, not {shape}")
+        return cls(network=network, objective=objective, **{**card, "calibration": calibration})
+
+
+def read_calibration(path: Path) -> Calibration:
+    try:
+        tensors = load_file(path)
+        return Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing, though the expert's {CONFIG} names it: copy it again") from error
+    except (OSError, SafetensorError, KeyError) as error:
+        raise InputError(f"{path} is damaged ({error}): copy it again from its source") from error

@@ -1,0 +1,1 @@
+"""Experts as one velocity field: from noise and a text to pictures."""

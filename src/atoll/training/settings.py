@@ -1,0 +1,187 @@
+"""How a training run goes: what one can set by a recipe file or by flags."""
+
+import math
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from atoll.config import build
+from atoll.diffusion.objective import Objective, get_objective
+from atoll.errors import InputError, unknown
+from atoll.files import reason_of
+
+PRECISIONS = ("auto", "fp32", "bf16")
+LR_SCHEDULES = ("constant", "cosine")
+PAPER_LR, PAPER_WIDTH = 1e-4, 1152
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every run has, be it an expert's, the monolith's or the router's."""
+
+    model: str = "mini"
+    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's."""
+    steps: int = 5000
+    """Updates of the weights."""
+    batch: int = 64
+    """Samples an update, over all processes and micro-batches."""
+    micro_batch: int | None = None
+    """Samples at a time on one device, whose gradients are added up; all of them by default."""
+    lr: float | None = None
+    """Learning rate; by default 1e-4 at the paper's width of 1152, and more for narrower models: 0.1152 / width."""
+    lr_schedule: str = "constant"
+    """constant, or cosine down to 0."""
+    warmup: int | None = None
+    """Steps over which the learning rate rises; a twentieth of all, at most 1000, by default."""
+    weight_decay: float = 0.0
+    """Of AdamW, on all weights."""
+    beta2: float = 0.99
+    """Of AdamW."""
+    clip: float = 1.0
+    """Gradients longer than this are scaled down to it."""
+    ema: float = 0.9999
+    """How slowly the averaged weights follow; early on they follow faster."""
+    text_dropout: float = 0.1
+    """Share of captions replaced by the null text, for guidance."""
+    checkpointing: bool = False
+    """Keep no activations within blocks, and compute them again: less memory, a third more time."""
+    precision: str = "auto"
+    """fp32, bf16 (autocast), or auto: bf16 where the GPU has it."""
+    compile: bool = False
+    """Compile the blocks with torch.compile: pays on GPUs."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    threads: int = 1
+    """Of a CPU; more than one pays for models wider than about 512 on an idle machine."""
+    seed: int = 0
+    """Of weights, order, noise and dropout."""
+    log_every: int = 20
+    """Steps between lines of metrics.jsonl."""
+    save_every: int = 500
+    """Steps between states to resume from."""
+    eval_every: int = 500
+    """Steps between measurements on held-out data."""
+    sample_every: int = 1000
+    """Steps between grids of samples; 0 for none."""
+    keep_last: int = 2
+    """States to keep, counted from the last."""
+    keep_every: int | None = None
+    """Also keep the states of steps that this divides."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "threads", "log_every", "save_every", "eval_every", "keep_last"):
+            _at_least(self, name, 1)
+        for name in ("micro_batch", "keep_every"):
+            if getattr(self, name) is not None:
+                _at_least(self, name, 1)
+        for name in ("sample_every", "seed"):
+            _at_least(self, name, 0)
+        if self.warmup is not None:
+            _at_least(self, "warmup", 0)
+        for name, low, high in (("weight_decay", 0, 10), ("beta2", 0, 1), ("ema", 0, 1), ("text_dropout", 0, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"{name} must lie in [{low}, {high}], but is {getattr(self, name)!r}")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{name} must be above 0 and finite, but is {value!r}")
+        if self.lr_schedule not in LR_SCHEDULES:
+            raise unknown("lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS)
+
+    def lr_at(self, step: int, width: int) -> float:
+        """The learning rate of the update after `step` of them."""
+        peak = PAPER_LR * PAPER_WIDTH / width if self.lr is None else self.lr
+        warmup = min(1000, self.steps // 20) if self.warmup is None else self.warmup
+        if step < warmup:
+            return peak * (step + 1) / (warmup + 1)
+        if self.lr_schedule == "constant":
+            return peak
+        return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+
+    def ema_at(self, step: int) -> float:
+        """The averaged weights' decay at `step`: about the last tenth of the run, until that is longer than asked."""
+        return min(self.ema, (1 + step) / (10 + step))
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise InputError(f"unknown device {self.device!r}: give auto, cpu, cuda or cuda:N") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise InputError(f"there is no {self.device} here: use --device cpu, or auto")
+        return device
+
+    @property
+    def uses_bf16(self) -> bool:
+        if self.precision == "auto":
+            return self.torch_device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return self.precision == "bf16"
+
+
+@dataclass(frozen=True)
+class ExpertSettings(Settings):
+    """An expert's run, or the monolith's."""
+
+    objective: str = "fm"
+    """fm, fm-logit-normal, ddpm, x0 or v."""
+    schedule: str | None = None
+    """Instead of the objective's own: linear, cosine, ddpm or ddpm-scaled."""
+    weighting: str | None = None
+    """Instead of the objective's own: plain or min-snr."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.resolved_objective
+
+    @property
+    def resolved_objective(self) -> Objective:
+        found = get_objective(self.objective)
+        changes = {name: value for name in ("schedule", "weighting") if (value := getattr(self, name)) is not None}
+        return Objective(**{**{f.name: getattr(found, f.name) for f in fields(found)}, **changes})
+
+
+@dataclass(frozen=True)
+class RouterSettings(Settings):
+    """The router's run."""
+
+    text: bool = True
+    """Whether the router sees the text; without, it is the paper's, which can only guess at high noise."""
+
+
+MAY_CHANGE = frozenset(
+    ("steps", "device", "threads", "log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every")
+)
+"""What may differ when a run is resumed; all else would make it another run."""
+
+S = TypeVar("S", bound=Settings)
+
+
+def read_recipe(path: Path, cls: type[S]) -> S:
+    """The settings in a recipe file: its [expert] or [router] table, and the keys above both, which are for both."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the recipe {path} ({reason_of(error)}): give a TOML file") from error
+    table = "router" if cls is RouterSettings else "expert"
+    tables: dict[str, dict[str, Any]] = {}
+    for name in ("expert", "router"):
+        tables[name] = content.pop(name, {})
+        if not isinstance(tables[name], dict):
+            raise InputError(f"{name} in {path} must be a table: write [{name}]")
+    for name, known in (("expert", ExpertSettings), ("router", RouterSettings)):
+        build(known, {**content, **tables[name]}, f"[{name}] of {path}")  # a wrong key is found, whoever reads
+    return build(cls, {**content, **tables[table]}, f"[{table}] of {path}")
+
+
+def _at_least(settings: Settings, name: str, least: int) -> None:
+    value = getattr(settings, name)
+    if type(value) is not int or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, but is {value!r}")
