@@ -1,6 +1,10 @@
 """`atoll VERB ...`. Verbs import what they need when they run, so that --help is quick."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -8,18 +12,36 @@ from atoll.cli.assign import assign
 from atoll.cli.inspect import inspect
 from atoll.cli.partition import partition
 from atoll.cli.prepare import prepare
+from atoll.cli.train import train
+from atoll.cli.train_all import train_all
+from atoll.cli.train_router import train_router
 from atoll.errors import InputError
+from atoll.training.settings import ExpertSettings, RouterSettings, Settings, read_recipe
 
-VERBS = {"prepare": prepare, "partition": partition, "assign": assign, "inspect": inspect}
+VERBS: dict[str, Callable[..., Any]] = {
+    "prepare": prepare,
+    "partition": partition,
+    "assign": assign,
+    "inspect": inspect,
+    "train": train,
+    "train-router": train_router,
+    "train-all": train_all,
+}
+SETTINGS: dict[str, type[Settings]] = {
+    "train": ExpertSettings,
+    "train-router": RouterSettings,
+    "train-all": ExpertSettings,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
     try:
         tyro.extras.subcommand_cli_from_dict(
-            VERBS,  # type: ignore[arg-type]
+            _verbs(given),
             prog="atoll",
             description="Train one text-to-image diffusion model on computers that never talk to each other.",
-            args=arguments,
+            args=given,
             sort_subcommands=False,
         )
     except InputError as error:
@@ -28,6 +50,27 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("atoll: interrupted; the same command goes on from here", file=sys.stderr)
         sys.exit(130)
+
+
+def _verbs(given: list[str]) -> dict[str, Callable[..., Any]]:
+    """The verbs, those that take settings with the recipe's values as their defaults: so flags win over it."""
+    verbs = dict(VERBS)
+    for name, cls in SETTINGS.items():
+        recipe = _recipe(given) if given[:1] == [name] else None
+        default = cls() if recipe is None else read_recipe(recipe, cls)
+        verbs[name] = partial(VERBS[name], settings=default)
+    return verbs
+
+
+def _recipe(given: list[str]) -> Path | None:
+    for i, argument in enumerate(given):
+        flag, equals, value = argument.partition("=")
+        if flag == "--recipe":
+            if equals:
+                return Path(value)
+            if i + 1 < len(given):
+                return Path(given[i + 1])
+    return None
 
 
 if __name__ == "__main__":

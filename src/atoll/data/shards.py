@@ -150,6 +150,14 @@ class Dataset:
         """The rows of one column, in the order of the source."""
         return Column(self.shards, name, self._order)
 
+    def clusters(self) -> NDArray[np.int64]:
+        """The cluster of each row, in the order of the source."""
+        numbers = [int(shard.path.parent.name) for shard in self.shards if shard.path.parent.name.isdigit()]
+        if len(numbers) != len(self.shards):
+            raise InputError(f"{self.folder} has no clusters yet: run `atoll partition {self.folder} --experts K`")
+        found = np.repeat(np.array(numbers, np.int64), [shard.num_rows for shard in self.shards])
+        return found if self._order is None else found[self._order]
+
     @cached_property
     def _order(self) -> NDArray[np.int64] | None:
         """Where each row of the source lies, if clusters have scattered them."""

@@ -1,6 +1,7 @@
 """Pictures of pictures: contact sheets, and a map on which clusters can be seen."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor, nn
 
 from atoll.data.codecs import VAE, Codec, load_codec
 from atoll.data.shards import Dataset
@@ -27,18 +29,29 @@ def is_quick(codec: Codec) -> bool:
     return not isinstance(codec, VAE)
 
 
+def device_of(codec: Codec) -> torch.device:
+    tensors = [*codec.parameters(), *codec.buffers()] if isinstance(codec, nn.Module) else []
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
 def decode_rows(
     data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None, side: int = 256
 ) -> NDArray[np.uint8]:
     """The pictures of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
     codec = codec or load_codec(data.folder)
+    device = device_of(codec)
     parts = []
     for some in np.array_split(rows, max(1, len(rows) // 32)):
-        images = codec.decode(torch.from_numpy(data.column("latents")[some]).float()).clamp(-1, 1)
+        images = codec.decode(torch.from_numpy(data.column("latents")[some]).float().to(device)).clamp(-1, 1)
         if images.shape[2] > side:
             images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear", antialias=True)
-        parts.append(((images + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+        parts.append(pictures_of(images))
     return np.concatenate(parts)
+
+
+def pictures_of(images: Tensor) -> NDArray[np.uint8]:
+    """Images [n, 3, S, S] in [-1, 1] as bytes [n, S, S, 3]."""
+    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
@@ -61,6 +74,25 @@ def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = 
     for i, picture in enumerate(images):
         place = (gap + i % columns * (cell + gap), top + i // columns * (cell + gap))
         sheet.paste(_scaled(picture, cell), place)
+    return sheet
+
+
+def sample_sheet(real: NDArray[np.uint8], made: NDArray[np.uint8], captions: Sequence[str], title: str) -> Image.Image:
+    """Real pictures, below each what was made of its caption, and below both the caption."""
+    size, columns, gap = real.shape[1], min(6, len(real)), 8
+    cell = _whole_scale(size, 150)
+    high = 2 * cell + 68
+    sheet = Image.new("RGB", (gap + columns * (cell + gap), 68 + math.ceil(len(real) / columns) * high), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((gap, 10), title, INK, _font(20))
+    draw.text((gap, 38), "above: held out; below: made from its caption", FAINT, _font(14))
+    for i, (above, below, caption) in enumerate(zip(real, made, captions, strict=True)):
+        x, y = gap + i % columns * (cell + gap), 66 + i // columns * high
+        sheet.paste(_scaled(above, cell), (x, y))
+        sheet.paste(_scaled(below, cell), (x, y + cell + 2))
+        lines = textwrap.wrap("".join(filter(str.isprintable, caption)), max(8, cell // 6))
+        for j, line in enumerate(lines[:4]):
+            draw.text((x, y + 2 * cell + 4 + 14 * j), line, FAINT, _font(11))
     return sheet
 
 

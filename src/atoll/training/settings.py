@@ -2,16 +2,19 @@
 
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.config import build
-from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError, unknown
 from atoll.files import reason_of
+
+if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait for torch
+    import torch
+
+    from atoll.diffusion.objective import Objective
 
 PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("constant", "cosine")
@@ -108,7 +111,9 @@ class Settings:
         return min(self.ema, (1 + step) / (10 + step))
 
     @property
-    def torch_device(self) -> torch.device:
+    def torch_device(self) -> "torch.device":
+        import torch
+
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -121,6 +126,8 @@ class Settings:
 
     @property
     def uses_bf16(self) -> bool:
+        import torch
+
         if self.precision == "auto":
             return self.torch_device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return self.precision == "bf16"
@@ -137,12 +144,10 @@ class ExpertSettings(Settings):
     weighting: str | None = None
     """Instead of the objective's own: plain or min-snr."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.resolved_objective
-
     @property
-    def resolved_objective(self) -> Objective:
+    def resolved_objective(self) -> "Objective":
+        from atoll.diffusion.objective import Objective, get_objective
+
         found = get_objective(self.objective)
         changes = {name: value for name in ("schedule", "weighting") if (value := getattr(self, name)) is not None}
         return Objective(**{**{f.name: getattr(found, f.name) for f in fields(found)}, **changes})
@@ -179,6 +184,28 @@ def read_recipe(path: Path, cls: type[S]) -> S:
     for name, known in (("expert", ExpertSettings), ("router", RouterSettings)):
         build(known, {**content, **tables[name]}, f"[{name}] of {path}")  # a wrong key is found, whoever reads
     return build(cls, {**content, **tables[table]}, f"[{table}] of {path}")
+
+
+def as_flags(settings: Settings) -> list[str]:
+    """The settings as they are written on a command line."""
+    flags = []
+    for f in fields(settings):
+        value, name = getattr(settings, f.name), f.name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags
+
+
+def difference(before: Mapping[str, Any], now: Settings) -> str | None:
+    """What makes `now` another run than the one that was begun with `before`; None if nothing does."""
+    for f in fields(now):
+        value = getattr(now, f.name)
+        fixed = f.name not in MAY_CHANGE or (f.name == "steps" and now.lr_schedule != "constant")
+        if fixed and before.get(f.name) != value:
+            return f"{f.name} {before.get(f.name)!r}, not {value!r}"
+    return None
 
 
 def _at_least(settings: Settings, name: str, least: int) -> None:

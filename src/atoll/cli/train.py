@@ -1,0 +1,55 @@
+"""`atoll train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from atoll.training.settings import ExpertSettings
+
+
+def train(
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    out: Path,
+    settings: Annotated[ExpertSettings, tyro.conf.arg(name="")],
+    cluster: str = "all",
+    init: Path | None = None,
+    recipe: Path | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Train an expert on one cluster, or with --cluster all the monolith. Interrupted, the same command goes on.
+
+    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder need be there.
+
+    For example:
+      atoll train data --cluster 3 --objective ddpm --model xl/2 --out expert_3
+      atoll train data --cluster all --steps 20000 --batch 256 --out monolith
+      atoll train data --cluster 0 --recipe recipes/laptop.toml --lr 5e-4 --out expert_0
+      atoll train data --cluster 0 --model xl/2 --dry-run --out expert_0
+      accelerate launch --num_processes 4 -m atoll.cli.main train data --cluster 3 --out expert_3
+
+    Args:
+        data: A folder that `atoll prepare` and `atoll partition` have made, or a copy of one cluster of it.
+        out: The folder to make: the expert, its metrics and the state to resume from.
+        settings: How to train.
+        cluster: The number of a cluster, or all.
+        init: A folder with first weights: another expert, or what `atoll convert` has made.
+        recipe: A TOML file with settings in a table [expert]; flags win over it.
+        dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
+    """
+    from atoll.training.expert import preview_expert, train_expert
+
+    del recipe  # read before the flags were: main.py
+    number = parse_cluster(cluster)
+    told = preview_expert(data, number, settings, init) if dry_run else train_expert(data, number, settings, out, init)
+    print(*told, sep="\n")
+
+
+def parse_cluster(text: str) -> int | None:
+    from atoll.errors import InputError
+
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise InputError(f"--cluster must be a number or all, but is {text!r}")
+    return int(text)

@@ -1,0 +1,47 @@
+"""`atoll train-router`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from atoll.training.settings import RouterSettings
+
+
+def train_router(
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    out: Path,
+    settings: Annotated[RouterSettings, tyro.conf.arg(name="")],
+    method: str = "network",
+    recipe: Path | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Train the router, which tells from a noisy latent and the text whose cluster it is of.
+
+    For example:
+      atoll train-router data --out router
+      atoll train-router data --no-text --out router-blind
+      atoll train-router data --method centroids --out router-centroids
+
+    Args:
+        data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters.
+        out: The folder to make: the router, its metrics and the state to resume from.
+        settings: How to train.
+        method: network, or centroids for a router that needs no training.
+        recipe: A TOML file with settings in a table [router]; flags win over it.
+        dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
+    """
+    from atoll.errors import unknown
+    from atoll.training import router
+
+    del recipe  # read before the flags were: main.py
+    if method not in ("network", "centroids"):
+        raise unknown("method", method, ("network", "centroids"))
+    if method == "centroids":
+        lines = router.make_centroid_router(data, settings, out)
+    elif dry_run:
+        lines = router.preview_router(data, settings)
+    else:
+        lines = router.train_router(data, settings, out)
+    for line in lines:
+        print(line)

@@ -1,0 +1,84 @@
+"""An expert on held-out data of its cluster: its loss at each noise level, and how far its x0 can be trusted."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from atoll.data.text import TextEncoder
+from atoll.diffusion.objective import Objective
+from atoll.diffusion.prediction import estimate
+from atoll.diffusion.transfer import Calibration
+from atoll.training.rows import Rows
+
+EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
+NUM_BINS = 24
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """The same rows, noise and times for every run on a cluster."""
+
+    loss: float
+    loss_by_log_snr: list[float | None]  # between EDGES, and beyond both ends; None where no sample fell
+    calibration: Calibration
+
+
+def judge(
+    network: nn.Module,
+    objective: Objective,
+    rows: Rows,
+    text: TextEncoder,
+    device: torch.device,
+    num: int,
+    batch: int,
+) -> Judgement:
+    """`num` denoisings of held-out rows, at times spread evenly over the objective's own [0, 1]."""
+    pool = rows.judged_by(num)
+    chosen = np.resize(pool, num)
+    generator = torch.Generator().manual_seed(0)
+    t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
+    t = t[torch.randperm(num, generator=generator)]
+    t = objective.path.inside(t)
+    losses, x0s, guesses = [], [], []
+    for first in range(0, num, batch):
+        part = slice(first, first + batch)
+        x0, guess, loss = _denoise(network, objective, rows, text, device, chosen[part], t[part], generator)
+        losses.append(loss)
+        x0s.append(x0)
+        guesses.append(guess)
+    loss = torch.cat(losses)
+    log_snr = objective.path.log_snr(t.double())
+    calibration = Calibration.fit(
+        torch.cat(x0s), torch.cat(guesses), log_snr, rows.mean.float(), min(NUM_BINS, max(1, num // 8))
+    )
+    places = torch.bucketize(log_snr, torch.tensor(EDGES, dtype=torch.float64))
+    by_level = [loss[places == place] for place in range(len(EDGES) + 1)]
+    return Judgement(float(loss.mean()), [float(part.mean()) if len(part) else None for part in by_level], calibration)
+
+
+def _denoise(
+    network: nn.Module,
+    objective: Objective,
+    rows: Rows,
+    text: TextEncoder,
+    device: torch.device,
+    chosen: NDArray[np.int64],
+    t: Tensor,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x0, what the network makes of it at t, and the objective's loss, of each row."""
+    x0 = rows.latents(chosen)
+    eps = torch.randn(x0.shape, generator=generator)
+    tokens, mask = text.encode(rows.tokens(chosen).to(device))
+    seen: list[Tensor] = []
+
+    def predict(x: Tensor, times: Tensor) -> Tensor:
+        output = network(x, times, tokens, mask).float()
+        seen.append(estimate(objective.prediction, output, x, objective.path(times)).x0)
+        return output
+
+    loss = objective.loss(predict, x0.to(device), eps.to(device), t.to(device))
+    return x0, seen[0].cpu(), loss.cpu()

@@ -1,0 +1,181 @@
+"""Training an expert on its cluster, or the monolith on all of the data."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from atoll.data.codecs import load_codec
+from atoll.data.pretrained import check_same, fingerprint
+from atoll.data.shards import Dataset
+from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
+from atoll.data.text import load_text_encoder
+from atoll.diffusion.guidance import guided
+from atoll.diffusion.solvers import multistep, uniform_times
+from atoll.errors import InputError
+from atoll.models.dit import DiT, DiTConfig, TextContext
+from atoll.models.expert import Expert
+from atoll.models.presets import preset
+from atoll.training.calibrate import Judgement, judge
+from atoll.training.loop import Tensors, seeded, train
+from atoll.training.preview import preview
+from atoll.training.rows import Rows
+from atoll.training.settings import ExpertSettings
+
+JUDGED, JUDGED_AT_THE_END = 512, 4096
+IN_A_PICTURE = 12
+
+
+class ExpertTask:
+    """(x_t, t, text) -> what the objective asks for."""
+
+    def __init__(self, data: Dataset, settings: ExpertSettings, device: torch.device, init: Path | None = None) -> None:
+        self.settings, self.device = settings, device
+        self.rows = Rows(data)
+        self.num_rows = len(self.rows.train)
+        self.objective = settings.resolved_objective
+        self.text = load_text_encoder(data.folder)
+        if isinstance(self.text, nn.Module):
+            self.text.to(device)
+        self.null_ids = self.text.null_ids()
+        self.about_text: Mapping[str, Any] = data.about["text"]
+        check_same(self.about_text, self.text.describe(), "text encoder")
+        self.init: Mapping[str, Any] | None = None
+        self.license = str(data.about["license"])
+        self.network = self._make_network(init)
+        self.judgement: Judgement | None = None
+
+    def _make_network(self, init: Path | None) -> DiT:
+        channels, size, _ = self.rows.shape
+        if init is None:
+            sizes = preset(self.settings.model, input_size=size, in_channels=channels, text_dim=self.text.dim)
+            with seeded("weights", self.settings.seed):
+                return DiT(DiTConfig(**sizes))
+        network = DiT.from_pretrained(init, dtype=torch.float32)
+        found, card = network.config, network.card
+        if (found.in_channels, found.input_size) != (channels, size):
+            raise InputError(
+                f"{init} was made for latents {[found.in_channels, found.input_size, found.input_size]}, but "
+                f"{self.rows.name} has {list(self.rows.shape)}: prepare the data with the codec and size of {init}"
+            )
+        if found.text_dim != self.text.dim:
+            raise InputError(
+                f"{init} reads text {found.text_dim} wide, but {self.rows.name} has {self.text.dim}: "
+                f"prepare the data with the text encoder of {init}"
+            )
+        if "latent_space" in card:
+            check_same(self.rows.latent_space()["codec"], card["latent_space"]["codec"], "codec")
+        if "text_encoder" in card:
+            check_same(self.about_text, card["text_encoder"], "text encoder")
+        self.init = {
+            "name": init.resolve().name,
+            "fingerprint": fingerprint(network.state_dict(), {}),
+            **{key: card[key] for key in ("objective", "init", "license") if key in card},
+        }
+        theirs = card.get("license")
+        if theirs not in (None, "unknown", self.license):
+            self.license = f"{self.license} (data), {theirs} (first weights)"
+        return network
+
+    def describe(self) -> dict[str, Any]:
+        return {"data": self.rows.describe(), "init": self.init}
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        at = self.rows.train[rows]
+        return torch.from_numpy(at), self.rows.latents(at), self.rows.tokens(at)
+
+    def draw(self, num: int, generator: torch.Generator) -> Tensors:
+        """Times, noise, and whose text is dropped."""
+        t = self.objective.sample_times(num, generator)
+        eps = torch.randn(num, *self.rows.shape, generator=generator)
+        return t, eps, torch.rand(num, generator=generator) < self.settings.text_dropout
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        (rows, x0, ids), (t, eps, dropped) = batch, drawn
+        ids = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
+        try:
+            tokens, mask = self.text.encode(ids)
+        except InputError as error:
+            raise self.rows.damaged_text(rows, error) from error
+        return self.objective.loss(lambda x, t: network(x, t, tokens, mask), x0, eps, t)
+
+    def evaluate(self) -> Mapping[str, Any]:
+        self.judgement = self._judge(JUDGED)
+        return {"held_out": self.judgement.loss, "held_out_by_log_snr": self.judgement.loss_by_log_snr}
+
+    def _judge(self, num: int) -> Judgement:
+        batch = self.settings.micro_batch or self.settings.batch
+        return judge(self.network, self.objective, self.rows, self.text, self.device, num, batch)
+
+    def picture(self) -> Image.Image:
+        """Held-out pictures, and below each what the expert makes of its caption."""
+        codec = load_codec(self.rows.data.folder)
+        if isinstance(codec, nn.Module):
+            codec.to(self.device)
+        shown = self.rows.judged_by(IN_A_PICTURE if is_quick(codec) else 4)[:IN_A_PICTURE]
+        tokens, mask = self.text.encode(self.rows.tokens(shown).to(self.device))
+        null = self.text.encode(self.null_ids.to(self.device))
+        latents = sample_expert(self.as_expert({}), tokens, mask, null, seeds=range(len(shown)))
+        made = pictures_of(codec.decode(latents))
+        captions = self.rows.data.texts("caption", shown)
+        title = f"{self.rows.name}, {self.settings.objective}"
+        return sample_sheet(decode_rows(self.rows.data, shown, codec, side=made.shape[1]), made, captions, title)
+
+    def as_expert(self, training: Mapping[str, Any]) -> Expert:
+        return Expert(
+            network=self.network,
+            objective=self.objective,
+            latent_space=self.rows.latent_space(),
+            text_encoder=self.about_text,
+            data=self.rows.describe(),
+            training=training,
+            init=self.init,
+            license=self.license,
+            calibration=None if self.judgement is None else self.judgement.calibration,
+        )
+
+    def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
+        """Measure on more held-out data than before, and write the expert."""
+        self.judgement = self._judge(JUDGED_AT_THE_END)
+        held_out = {"loss": self.judgement.loss, "by_log_snr": self.judgement.loss_by_log_snr}
+        expert = self.as_expert({**training, "held_out": held_out})
+        expert.save(folder)
+        return [f"an expert of {self.rows.name}, held-out loss {self.judgement.loss:.4f}"]
+
+
+def sample_expert(
+    expert: Expert, tokens: Tensor, mask: Tensor, null: tuple[Tensor, Tensor], seeds: Sequence[int]
+) -> Tensor:
+    """Latents of some texts, by 24 steps with a little guidance."""
+    transfer, network = expert.transfer(), expert.network
+    noise = [torch.randn(expert.latent_space["shape"], generator=torch.Generator().manual_seed(s)) for s in seeds]
+
+    def velocity(x: Tensor, t: Tensor, text: TextContext) -> Tensor:
+        return transfer.velocity(lambda x, t: network(x, t, text), x, t)
+
+    both = network.read_text(tokens, mask), network.read_text(*null)
+    return multistep(guided(velocity, *both, scale=2.0), torch.stack(noise).to(tokens.device), uniform_times(24))
+
+
+def preview_expert(data: Path, cluster: int | None, settings: ExpertSettings, init: Path | None) -> Sequence[str]:
+    """What `train_expert` would do, and what it would take."""
+    dataset = Dataset.open(data, cluster)
+    return preview(lambda device: ExpertTask(dataset, settings, device, init), settings)
+
+
+def train_expert(
+    data: Path,
+    cluster: int | None,
+    settings: ExpertSettings,
+    out: Path,
+    init: Path | None = None,
+    progress: bool = True,
+) -> Sequence[str]:
+    """An expert of one cluster, or with None the monolith; the folder `out` is the expert when it is finished."""
+    dataset = Dataset.open(data, cluster)
+    return train(lambda device: ExpertTask(dataset, settings, device, init), settings, out, progress)

@@ -1,0 +1,74 @@
+"""What a run writes down as it goes: metrics.jsonl always, TensorBoard where it is installed."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import InputError
+from atoll.files import reason_of, write_whole
+
+NAME = "metrics.jsonl"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run, without one that is cut short."""
+    try:
+        lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+class Journal:
+    """Appends to metrics.jsonl, each line whole."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / NAME
+        kept = [line for line in read_metrics(folder) if line["step"] <= step]
+        content = "".join(_line(line) for line in kept)
+        if not self.path.exists() or self.path.read_text(encoding="utf-8") != content:
+            write_whole(self.path, lambda staged: staged.write_text(content, encoding="utf-8"))
+        self.board = _tensorboard(folder, step)
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(values))
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.path} ({reason_of(error)}): free the disk, then give the same command again"
+            ) from error
+        if self.board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and name != "step":
+                    self.board.add_scalar(name, value, values["step"])
+
+    def show(self, name: str, picture: Any, step: int) -> None:
+        """A PIL picture, for TensorBoard."""
+        if self.board is not None:
+            import numpy as np
+
+            self.board.add_image(name, np.asarray(picture), step, dataformats="HWC")
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

@@ -1,0 +1,481 @@
+"""The one training loop: experts, the monolith, the router and a student each bring a task, all else is here.
+
+Everything random is a function of (seed, step): the order of the data, noise, times and dropout. So a run that was
+stopped, however, goes on by the same command as if it had not been.
+"""
+
+import hashlib
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from atoll.data.sheets import save_picture
+from atoll.errors import InputError
+from atoll.files import read_json, write_json
+from atoll.models.dit import Trunk
+from atoll.training import state
+from atoll.training.journal import Journal
+from atoll.training.settings import Settings, difference
+from atoll.training.state import Progress
+from atoll.training.team import Team
+
+MOST_BAD_IN_A_ROW = 5
+WILD = 1000.0  # times the first loss, which is that of answering nothing: no run that learns comes near it
+PARTS = ("weights", "averaged", "moment1", "moment2")
+
+Tensors = tuple[Tensor, ...]
+
+
+class Task(Protocol):
+    """What a run trains."""
+
+    num_rows: int  # to train on
+
+    @property
+    def network(self) -> Trunk: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What makes it this run and no other, beside the settings: the data above all."""
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        """Rows of the training data, each tensor with one entry a row."""
+
+    def draw(self, num: int, generator: torch.Generator) -> Tensors:
+        """The random numbers of `num` samples."""
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        """Of each sample: [B]."""
+
+    def evaluate(self) -> Mapping[str, Any]:
+        """Figures on held-out data; the network has the averaged weights meanwhile."""
+
+    def picture(self) -> Image.Image | None:
+        """What the averaged network makes of held-out captions, after `evaluate`."""
+
+    def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
+        """Write the result, the network having the averaged weights; returns what to tell the user."""
+
+
+def mixed_seed(*parts: object) -> int:
+    """A seed from several numbers or names, all of which matter."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def seeded(*parts: object) -> Iterator[None]:
+    """Torch's own random numbers from a seed, and afterwards as they were before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed_seed(*parts))
+        yield
+
+
+class Order:
+    """Which rows each step trains on: every epoch a new permutation, a function of (seed, epoch)."""
+
+    def __init__(self, num_rows: int, batch: int) -> None:
+        self.num_rows, self.batch = num_rows, batch
+        self._epochs: dict[tuple[str, int], NDArray[np.int64]] = {}
+
+    def rows(self, seed: str, step: int) -> NDArray[np.int64]:
+        first = step * self.batch
+        places = np.arange(first, first + self.batch)
+        out = np.empty(self.batch, np.int64)
+        for epoch in range(first // self.num_rows, (first + self.batch - 1) // self.num_rows + 1):
+            here = places // self.num_rows == epoch
+            out[here] = self._epoch(seed, epoch)[places[here] % self.num_rows]
+        return out
+
+    def _epoch(self, seed: str, epoch: int) -> NDArray[np.int64]:
+        if (seed, epoch) not in self._epochs:
+            while len(self._epochs) > 1:  # 11 million rows are 88 MB
+                self._epochs.pop(next(iter(self._epochs)))
+            rng = np.random.default_rng(mixed_seed("order", seed, epoch))
+            self._epochs[seed, epoch] = rng.permutation(self.num_rows)
+        return self._epochs[seed, epoch]
+
+
+class Run:
+    """A task in training: its network, the averaged weights, AdamW, and where it is."""
+
+    def __init__(self, task: Task, settings: Settings, team: Team) -> None:
+        self.task, self.settings, self.team = task, settings, team
+        self.network = task.network.to(team.device).train()
+        self.network.gradient_checkpointing = settings.checkpointing
+        if settings.compile:
+            for block in self.network.blocks:
+                block.compile()
+        named = [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.weights: list[Tensor] = [p for _, p in named]
+        self.averaged = [p.detach().clone() for p in self.weights]
+        self.optimizer = torch.optim.AdamW(
+            self.weights,
+            lr=0.0,
+            betas=(0.9, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=team.device.type in ("cpu", "cuda"),
+        )
+        for p in self.weights:
+            self.optimizer.state[p] = {
+                "step": torch.zeros((), device=p.device if p.is_cuda else None),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        self.progress = Progress()
+        self.wrapped = team.wrap(self.network)
+        self.order = Order(task.num_rows, settings.batch)
+        self.ahead = ThreadPoolExecutor(1, "batches")
+        self.coming: tuple[tuple[int, int], Future[tuple[Tensors, Tensors]]] | None = None
+        self.width = self.network.config.hidden_size
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One update, or none if the loss or the gradient is not finite; whether the run was asked to stop is apart."""
+        progress, settings = self.progress, self.settings
+        batch, drawn = self._batch()
+        loss = self._backward(batch, drawn)
+        norm = nn.utils.clip_grad_norm_(self.weights, settings.clip)
+        figures = self.team.mean(torch.stack([loss, norm.detach()]))
+        mean_loss, mean_norm = figures.tolist()
+        limit = math.inf if progress.first_loss is None else WILD * progress.first_loss
+        good = math.isfinite(mean_loss) and math.isfinite(mean_norm) and mean_loss <= limit
+        if good:
+            if progress.first_loss is None:
+                progress.first_loss = mean_loss
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.lr_at(progress.step, self.width)
+            self.optimizer.step()
+            torch._foreach_lerp_(self.averaged, self.weights, 1 - settings.ema_at(progress.updates))
+            progress.updates += 1
+            progress.bad_in_a_row = 0
+            progress.loss_sum += mean_loss
+            progress.norm_sum += mean_norm
+            progress.num_summed += 1
+        else:
+            progress.skipped += 1
+            progress.bad_in_a_row += 1
+        self.optimizer.zero_grad()
+        progress.step += 1
+        return good
+
+    def _backward(self, batch: Tensors, drawn: Tensors) -> Tensor:
+        """Gradients of the mean loss over this process's share, a micro-batch at a time; that loss."""
+        share = len(batch[0])
+        size = min(self.settings.micro_batch or share, share)
+        total = torch.zeros((), device=self.team.device)
+        for first in range(0, share, size):
+            part = slice(first, first + size)
+            mine = tuple(tensor[part].to(self.team.device, non_blocking=True) for tensor in batch)
+            random = tuple(tensor[part].to(self.team.device, non_blocking=True) for tensor in drawn)
+            with self.team.adding_up(self.wrapped, first + size >= share):
+                with torch.autocast(self.team.device.type, torch.bfloat16, enabled=self.settings.uses_bf16):
+                    loss = self.task.loss(self.wrapped, mine, random).sum() / share
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _batch(self) -> tuple[Tensors, Tensors]:
+        """This step's batch, which was read while the one before was trained on."""
+        wanted = (self.progress.step, self.progress.rollbacks)
+        if self.coming is None or self.coming[0] != wanted:
+            self.coming = (wanted, self.ahead.submit(self._read, *wanted))
+        found = self.coming[1].result()
+        following = (wanted[0] + 1, wanted[1])
+        self.coming = (following, self.ahead.submit(self._read, *following))
+        return found
+
+    def _read(self, step: int, rollbacks: int) -> tuple[Tensors, Tensors]:
+        # After a rollback the same numbers would lead to the same end, so it has a share in the seed.
+        seed = f"{self.settings.seed}.{rollbacks}"
+        rows = self.order.rows(seed, step)
+        generator = torch.Generator().manual_seed(mixed_seed("step", seed, step))
+        drawn = self.task.draw(len(rows), generator)
+        mine = self.team.mine
+        return self.task.read(rows[mine]), tuple(tensor[mine] for tensor in drawn)
+
+    # --- the state ------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is learned, by part and name."""
+        moments = [[self.optimizer.state[p][key] for p in self.weights] for key in ("exp_avg", "exp_avg_sq")]
+        lists: list[Sequence[Tensor]] = [[p.detach() for p in self.weights], self.averaged, *moments]
+        return {
+            f"{part}.{name}": tensor
+            for part, tensors in zip(PARTS, lists, strict=True)
+            for name, tensor in zip(self.names, tensors, strict=True)
+        }
+
+    def save(self, folder: Path) -> None:
+        if self.team.leads:
+            state.save(folder, self.tensors(), self.progress)
+            state.prune(folder, self.settings.keep_last, self.settings.keep_every)
+
+    def load(self, path: Path) -> None:
+        self.progress = state.load(path, self.tensors())
+        for p in self.weights:
+            self.optimizer.state[p]["step"].fill_(self.progress.updates)
+
+    @contextmanager
+    def using_averaged(self) -> Iterator[None]:
+        """The averaged weights in the place of the others."""
+        self._swap()
+        self.network.eval()
+        checkpointing, self.network.gradient_checkpointing = self.network.gradient_checkpointing, False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.network.gradient_checkpointing = checkpointing
+            self.network.train()
+            self._swap()
+
+    def _swap(self) -> None:
+        for i, p in enumerate(self.weights):
+            p.data, self.averaged[i] = self.averaged[i], p.data
+
+    def close(self) -> None:
+        self.ahead.shutdown(wait=False, cancel_futures=True)
+
+
+def train(
+    make_task: Callable[[torch.device], Task], settings: Settings, folder: Path, progress: bool = True
+) -> Sequence[str]:
+    """Train until settings.steps, from where the folder's last state is; returns what to tell the user."""
+    team = Team(settings)
+    with team.holding(folder):
+        return _Session(make_task(team.device), settings, folder, team, progress).go()
+
+
+class _Session:
+    """One process's part of a run: from the last state to the end, or to a signal."""
+
+    def __init__(self, task: Task, settings: Settings, folder: Path, team: Team, progress: bool) -> None:
+        self.settings, self.folder, self.team = settings, folder, team
+        self.states = folder / "state"
+        self.about = {"format": state.FORMAT, "settings": asdict(settings), **task.describe()}
+        self.finished = self._check_same()
+        self.run = Run(task, settings, team)
+        self.task = task
+        self.resumed_from = self._resume()
+        self.journal = Journal(folder, self.run.progress.step) if team.leads else None
+        self.shows = progress and team.leads
+        self.stop: signal.Signals | None = None
+
+    # --- coming and going -----------------------------------------------------------------------------------------
+
+    def _check_same(self) -> bool:
+        """Whether this run has been finished; refuses to go on with a run that was another."""
+        path = self.folder / "run.json"
+        if not path.exists():
+            return False
+        before = read_json(path, "remove the folder, or choose another --out")
+        if found := difference(before.get("settings", {}), self.settings):
+            raise InputError(f"{self.folder} was begun with {found}: give the same command to go on, or another --out")
+        for name in self.about.keys() - {"settings"}:
+            if before.get(name) != self.about[name]:
+                raise InputError(f"{self.folder} was begun with another {name.replace('_', ' ')}: choose another --out")
+        return bool(before.get("complete")) and int(before.get("steps_done", 0)) >= self.settings.steps
+
+    def _resume(self) -> int | None:
+        """Go on from the latest state that can be read."""
+        found = state.saved(self.states)
+        for path in reversed(found):
+            try:
+                self.run.load(path)
+                return self.run.progress.step
+            except InputError as error:
+                if path == found[0]:
+                    raise
+                print(f"atoll: {error}; going on from the state before it", file=sys.stderr)
+        return None
+
+    def go(self) -> Sequence[str]:
+        try:
+            if self.finished:
+                return [f"{self.folder} is trained already, to step {self.run.progress.step}"]
+            return self._go()
+        finally:
+            self.run.close()
+            if self.journal is not None:
+                self.journal.close()
+
+    def _go(self) -> Sequence[str]:
+        run, settings = self.run, self.settings
+        if self.team.leads:
+            write_json(self.folder / "run.json", {**self.about, "complete": False})
+        if self.resumed_from is None:
+            run.save(self.states)  # an unwritable place or a full disk shows now, and there is a state to roll back to
+        begun = time.perf_counter()
+        before = run.progress.seconds
+        bar = tqdm(
+            total=settings.steps,
+            initial=run.progress.step,
+            desc=self.folder.name,
+            unit="step",
+            disable=not self.shows,
+            mininterval=0.2 if sys.stderr.isatty() else 30,
+            dynamic_ncols=True,
+        )
+        with bar, self._listening():
+            while run.progress.step < settings.steps and self.stop is None:
+                try:
+                    run.step()
+                except InputError:
+                    run.save(self.states)
+                    raise
+                except torch.OutOfMemoryError as error:
+                    raise InputError(
+                        "the device has too little memory: halve --micro-batch, or switch --checkpointing on"
+                    ) from error
+                run.progress.seconds = before + time.perf_counter() - begun
+                if run.progress.bad_in_a_row >= MOST_BAD_IN_A_ROW:
+                    self._roll_back()
+                    bar.n = run.progress.step
+                bar.update(run.progress.step - bar.n)
+                self._keep_books(bar)
+                self._agree_to_stop()
+        if self.stop is not None:
+            return self._leave()
+        return self._finish()
+
+    def _keep_books(self, bar: Any) -> None:
+        """Metrics, held-out figures, pictures and states, each when it is due; states last, so they cover the rest."""
+        step, settings = self.run.progress.step, self.settings
+        last = step == settings.steps
+        if step % settings.log_every == 0 or last:
+            self._log(bar)
+        draws = settings.sample_every > 0 and (step % settings.sample_every == 0 or last)
+        if step % settings.eval_every == 0 or draws or last:
+            self._evaluate(draws)
+        if (step % settings.save_every == 0 or last) and self.run.progress.bad_in_a_row == 0:
+            self.run.save(self.states)
+
+    def _log(self, bar: Any) -> None:
+        progress = self.run.progress
+        if progress.num_summed == 0:
+            return
+        spent = max(progress.seconds - progress.seconds_logged, 1e-9)
+        done = progress.num_summed * self.settings.batch
+        line = {
+            "step": progress.step,
+            "loss": progress.loss_sum / progress.num_summed,
+            "grad_norm": progress.norm_sum / progress.num_summed,
+            "lr": self.settings.lr_at(progress.step - 1, self.run.width),
+            "skipped": progress.skipped,
+            "samples_per_second": round(done / spent, 2),
+            "seconds": round(progress.seconds, 3),
+        }
+        progress.loss_sum = progress.norm_sum = 0.0
+        progress.num_summed = 0
+        progress.seconds_logged = progress.seconds
+        bar.set_postfix_str(f"loss {line['loss']:.4f}, {done / spent:.0f} samples/s", refresh=False)
+        if self.journal is not None:
+            self.journal.write(line)
+
+    def _evaluate(self, draws: bool) -> None:
+        if self.journal is None:
+            return
+        step = self.run.progress.step
+        with self.run.using_averaged():
+            self.journal.write({"step": step, **self.task.evaluate()})
+            picture = self.task.picture() if draws else None
+        if picture is not None:
+            save_picture(picture, self.folder / "samples" / f"{step:09d}.png")
+            self.journal.show("samples", picture, step)
+
+    # --- when things go wrong -------------------------------------------------------------------------------------
+
+    def _roll_back(self) -> None:
+        """Once, to the last state; the second time there is no use in going on."""
+        run, progress = self.run, self.run.progress
+        rate = self.settings.lr_at(progress.step - 1, run.width)
+        found = state.saved(self.states)
+        told = (
+            f"the loss of {self.folder} was not finite, or a thousand times the first, in steps "
+            f"{progress.step - MOST_BAD_IN_A_ROW} to {progress.step - 1}, at a learning rate of {rate:.3g}"
+        )
+        if progress.rollbacks or not found:
+            raise InputError(
+                f"{told}, also after going back once: begin again with a lower --lr; "
+                f"the last good state is {found[-1] if found else 'none'}"
+            )
+        reached, skipped = progress.step, progress.skipped
+        self.team.wait()
+        run.load(found[-1])
+        run.progress.rollbacks, run.progress.skipped = 1, skipped
+        self.team.wait()
+        run.save(self.states)
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = Journal(self.folder, run.progress.step)
+            self.journal.write({"step": run.progress.step, "rolled_back_from": reached, "skipped": skipped})
+        print(f"atoll: {told}: going back to step {run.progress.step}", file=sys.stderr)
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the run after the step at hand; a second Ctrl-C ends it at once."""
+
+        def note(number: int, _: Any) -> None:
+            self.stop = signal.Signals(number)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        try:
+            before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread: whoever runs this listens
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _agree_to_stop(self) -> None:
+        """All processes of an island stop at one step, whichever of them was told to."""
+        if self.team.size > 1:
+            told = torch.tensor(float(self.stop is not None), device=self.team.device)
+            if float(self.team.mean(told)) > 0:
+                self.stop = self.stop or signal.SIGTERM
+
+    def _leave(self) -> Sequence[str]:
+        self.run.save(self.states)
+        if self.stop is signal.SIGINT:
+            raise KeyboardInterrupt
+        step = self.run.progress.step
+        return [
+            f"{self.folder} was told to stop: saved at step {step} of {self.settings.steps}, the same command goes on"
+        ]
+
+    def _finish(self) -> Sequence[str]:
+        progress = self.run.progress
+        if not self.team.leads:
+            return []
+        training = {
+            "settings": asdict(self.settings),
+            "steps": progress.step,
+            "samples": progress.updates * self.settings.batch,
+            "skipped": progress.skipped,
+            "rollbacks": progress.rollbacks,
+            "parameters": sum(p.numel() for p in self.run.weights),
+        }
+        with self.run.using_averaged():
+            lines = self.task.finish(self.folder, training)
+        write_json(self.folder / "run.json", {**self.about, "complete": True, "steps_done": progress.step})
+        minutes, seconds = divmod(round(progress.seconds), 60)
+        return [f"{self.folder}: {progress.step} steps in {minutes} min {seconds} s", *lines]

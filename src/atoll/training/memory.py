@@ -1,0 +1,361 @@
+"""How much memory a training process will take at its peak, told before it takes it.
+
+What autograd keeps is not estimated but counted: one update runs on torch's meta device, where tensors have shapes
+and no data, and every storage is followed from its making to its end.
+"""
+
+import resource
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from atoll.errors import InputError, unknown
+from atoll.models.dit import DiT, DiTConfig, Trunk
+from atoll.models.presets import preset
+from atoll.models.router import Router, RouterConfig
+from atoll.training.settings import Settings
+
+FLOAT = 4  # weights, gradients, moments and averages are float32, also under bf16 autocast
+CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
+HOLES = {"cpu": 0.25, "cuda": 0.1}
+"""What an allocator holds beyond what an update asks of it, as a share of that.
+
+Up to 32 MB, glibc takes memory from one heap, where moments and averages end up between activations and leave holes
+too small for the next: 15 to 45% after some updates (benchmarks/memory.py). The share of CUDA's is an assumption.
+"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a training process, on the device that it trains on."""
+
+    base: int  # interpreter, torch and what is loaded
+    weights: int
+    gradients: int
+    optimiser: int  # AdamW's two moments
+    ema: int  # averaged weights
+    activations: int  # what autograd keeps for the backward pass, with bf16 copies of weights
+    batch: int  # latents, noise, target and text of a micro-batch
+    saving: int  # what writing a state takes beside the state itself
+    other: int  # temporaries of the backward pass, holes of the allocator, what the caller says
+
+    @property
+    def total(self) -> int:
+        """A state is written between updates, when activations are gone: of the two, the larger counts."""
+        held = self.base + self.weights + self.optimiser + self.ema
+        return held + max(self.gradients + self.activations + self.batch + self.other, self.saving)
+
+    def lines(self) -> list[str]:
+        """For a person: a part in each line, and the peak."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [f"{name:12} {in_words(size):>9}" for name, size in {**parts, "peak": self.total}.items() if size]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of an update that come and go with it."""
+
+    kept: int  # when the forward pass is done, or with checkpointing, when a block has been computed again
+    temporary: int  # the most that the backward pass has beyond that
+
+
+def predict(
+    config: DiTConfig | RouterConfig,
+    settings: Settings,
+    *,
+    text_length: int,
+    device_type: str = "cpu",
+    bf16: bool = False,
+    base: int | None = None,
+    processes: int = 1,
+    extra: int = 0,
+) -> Memory:
+    """The peak of one of `processes` that train `config`; texts have `text_length` tokens.
+
+    `base` is measured on a CPU unless given: call this before anything of the run is loaded. `extra` is for what else
+    will be there, such as a text encoder.
+    """
+    if device_type not in HOLES:
+        raise unknown("device type", device_type, HOLES)
+    if base is None:
+        base = CUDA_BASE if device_type == "cuda" else measure_base()
+    num_samples = micro_batch_of(settings, processes)
+    found = count_activations(
+        config,
+        num_samples,
+        text_length=text_length,
+        checkpointing=settings.checkpointing,
+        bf16=bf16,
+        device_type=device_type,
+    )
+    network = _on_meta(config)
+    weights = FLOAT * sum(p.numel() for p in network.parameters())
+    gradients = FLOAT * sum(p.numel() for p in network.parameters() if p.requires_grad)
+    latents = config.in_channels * config.input_size**2
+    text = text_length * (config.text_dim or 0)
+    # x0, noise, their mixture and the target; the text with padding and without
+    batch = num_samples * FLOAT * (4 * latents + 2 * text)
+    buckets = gradients if processes > 1 else 0  # in which processes add up their gradients
+    asked = gradients + found.kept + found.temporary + batch
+    return Memory(
+        base=base,
+        weights=weights,
+        gradients=gradients,
+        optimiser=2 * gradients,
+        ema=weights,
+        activations=found.kept,
+        batch=batch,
+        saving=0,  # safetensors writes tensors from where they are; those of a GPU are copied, but not on the GPU
+        other=found.temporary + buckets + round(HOLES[device_type] * asked) + extra,
+    )
+
+
+def largest_micro_batch(
+    config: DiTConfig | RouterConfig,
+    settings: Settings,
+    available: int,
+    *,
+    text_length: int,
+    device_type: str = "cpu",
+    bf16: bool = False,
+    base: int | None = None,
+    processes: int = 1,
+    extra: int = 0,
+) -> int:
+    """The most samples at a time whose training takes at most `available` bytes; 0 if one is too many."""
+    if base is None and device_type == "cpu":
+        base = measure_base()
+
+    def needed(num: int) -> int:
+        trial = replace(settings, micro_batch=num)
+        return predict(
+            config,
+            trial,
+            text_length=text_length,
+            device_type=device_type,
+            bf16=bf16,
+            base=base,
+            processes=processes,
+            extra=extra,
+        ).total
+
+    most = micro_batch_of(replace(settings, micro_batch=None), processes)
+    if needed(most) <= available:
+        return most
+    # From the second sample on, each takes the same; one sample alone has fewer tensors.
+    two, three = needed(2), needed(3)
+    num = min(2 + (available - two) // (three - two), most - 1) if available >= two else 1
+    while num and needed(num) > available:
+        num -= 1
+    return num
+
+
+def micro_batch_of(settings: Settings, processes: int = 1) -> int:
+    """How many samples a process has at a time."""
+    share = -(-settings.batch // processes)
+    return share if settings.micro_batch is None else min(settings.micro_batch, share)
+
+
+def count_activations(
+    config: DiTConfig | RouterConfig,
+    num_samples: int,
+    *,
+    text_length: int,
+    checkpointing: bool = False,
+    bf16: bool = False,
+    device_type: str = "cpu",
+) -> Activations:
+    """What a forward pass keeps and a backward pass adds, counted without data."""
+    network, arguments = _on_meta(config), _inputs(config, num_samples, text_length)
+    watch = Storages()
+    for parameter in network.parameters():
+        watch.leave_out(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+            watch.leave_out(parameter.grad)
+    for argument in arguments:
+        watch.leave_out(argument)
+    kernels = Kernels(bf16, device_type)
+    blocks = _Blocks(network, watch, kernels)
+    with watch:
+        with kernels:
+            loss = network(*arguments).float().square().mean()
+        kernels.copies.clear()
+        kept = watch.now - _size(loss)
+        torch.autograd.backward(loss)
+    temporary = watch.peak - kept
+    if checkpointing:
+        # Of each block only its arguments stay, and all of it for as long as its gradients are computed. Autocast
+        # itself keeps its copies of weights until the forward pass is done.
+        kept += max(*blocks.own, blocks.copies) - sum(blocks.own)
+    return Activations(kept, temporary)
+
+
+class Storages(TorchDispatchMode):
+    """Follows the memory of all tensors that are made while it is entered: bytes `now`, and at their `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def leave_out(self, tensor: Tensor) -> None:
+        self.known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self._follow(value.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()  # views of a tensor share its storage
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._end, key, size)
+
+    def _end(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+class Kernels(TorchFunctionMode):
+    """Has functions keep what they keep on a real device.
+
+    Attention keeps its arguments, its result and a number a row, as fused kernels do; on the meta device it would keep
+    the matrix. With bf16 there are the casts of torch.autocast, which does not know that device either.
+    """
+
+    def __init__(self, bf16: bool, device_type: str) -> None:
+        super().__init__()
+        self.bf16 = bf16
+        self.on_cuda = device_type == "cuda"
+        self.copies: dict[int, Tensor] = {}  # weights in bf16, made once a forward pass
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _Attention.apply(*(self._cast(arg) for arg in args[:3]))
+        if func is F.linear:
+            args = tuple(self._cast(arg) for arg in args)
+        elif self.bf16 and self.on_cuda and func is F.layer_norm:
+            args = (args[0].float(), *args[1:])
+        elif self.bf16 and self.on_cuda and func is torch.addcmul:
+            args = tuple(arg.float() for arg in args)  # one of them is, and autocast takes the widest
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, value: Any) -> Any:
+        if not self.bf16 or not isinstance(value, Tensor):
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.bfloat16()
+        if id(value) not in self.copies:
+            self.copies[id(value)] = value.bfloat16()
+        return self.copies[id(value)]
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(q k) v as far as memory goes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, length, width = q.shape
+        result = q.new_empty(batch, length, heads, width).transpose(1, 2)
+        sums = q.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+class _Blocks:
+    """What each block keeps beside its arguments, and how much of all that is copies of weights."""
+
+    def __init__(self, network: Trunk, watch: Storages, kernels: Kernels) -> None:
+        self.own: list[int] = []
+        self.copies = 0
+        self.watch, self.kernels = watch, kernels
+        for block in network.blocks:
+            block.register_forward_pre_hook(self._enter)
+            block.register_forward_hook(self._leave)
+
+    def _enter(self, block: Any, arguments: Any) -> None:
+        self.own.append(-self.watch.now)
+        self.copies -= self._size_of_copies()
+
+    def _leave(self, block: Any, arguments: Any, result: Tensor) -> None:
+        self.own[-1] += self.watch.now - _size(result)  # the result is the next one's argument
+        self.copies += self._size_of_copies()
+
+    def _size_of_copies(self) -> int:
+        return sum(_size(copy) for copy in self.kernels.copies.values())
+
+
+def measure_base() -> int:
+    """This process's memory once it has trained something tiny: torch loads some of itself only then."""
+    config = DiTConfig(**preset("xs", input_size=4, in_channels=1, text_dim=4))
+    with torch.random.fork_rng(devices=[]):
+        network = DiT(config)
+        optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+        loss = network(torch.zeros(2, 1, 4, 4), torch.zeros(2), torch.zeros(2, 1, 4)).square().mean()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+    return resident()
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return peak_resident()
+
+
+def peak_resident() -> int:
+    """The most bytes that this process has had in memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def in_words(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _on_meta(config: DiTConfig | RouterConfig) -> DiT | Router:
+    with torch.device("meta"):
+        return Router(config) if isinstance(config, RouterConfig) else DiT(config)
+
+
+def _inputs(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:
+    """x, t and a text without padding, since how much of it is padding is a question to the data."""
+    if num_samples < 1 or text_length < 1:
+        raise InputError(f"{num_samples} samples with texts of {text_length} tokens: give at least one of each")
+    size = config.input_size
+    shapes = [(num_samples, config.in_channels, size, size), (num_samples,)]
+    if config.text_dim is not None:
+        shapes.append((num_samples, text_length, config.text_dim))
+    return [torch.empty(shape, device="meta") for shape in shapes]
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,290 @@
+"""Training the router: which expert's cluster a noisy sample belongs to, p(k | x_t, t [, text]) (Eq. 2)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll.data.pretrained import check_same
+from atoll.data.shards import Dataset
+from atoll.data.text import TextEncoder, load_text_encoder
+from atoll.diffusion.schedules import LINEAR
+from atoll.errors import InputError
+from atoll.files import read_json
+from atoll.models.centroids import CentroidRouter, mean_token
+from atoll.models.presets import preset
+from atoll.models.router import Router, RouterConfig
+from atoll.training.loop import Tensors, seeded, train
+from atoll.training.preview import preview
+from atoll.training.rows import Rows
+from atoll.training.settings import RouterSettings
+
+JUDGED, JUDGED_AT_THE_END = 1024, 8192
+LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is told
+CONFIDENCE_BINS = 15
+IMAGE_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
+
+
+class RouterTask:
+    """Canonical (x_t, t) and the text -> the cluster."""
+
+    def __init__(self, data: Dataset, settings: RouterSettings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.rows = Rows(data)
+        self.num_rows = len(self.rows.train)
+        self.labels = torch.from_numpy(data.clusters())
+        self.num_experts = num_clusters_of(data)
+        self.text = load_text_encoder(data.folder)
+        if isinstance(self.text, nn.Module):
+            self.text.to(device)
+        self.null_ids = self.text.null_ids()
+        self.about_text: Mapping[str, Any] = data.about["text"]
+        check_same(self.about_text, self.text.describe(), "text encoder")
+        channels, size, _ = self.rows.shape
+        width = self.text.dim if settings.text else None
+        sizes = preset(settings.model, input_size=size, in_channels=channels, text_dim=width)
+        with seeded("weights", settings.seed):
+            self.network = Router(RouterConfig(**sizes, num_experts=self.num_experts))
+
+    def describe(self) -> dict[str, Any]:
+        return {"data": self.rows.describe(), "num_experts": self.num_experts}
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        at = self.rows.train[rows]
+        return torch.from_numpy(at), self.rows.latents(at), self.rows.tokens(at), self.labels[at]
+
+    def draw(self, num: int, generator: torch.Generator) -> Tensors:
+        """Times, noise, and whose text is dropped."""
+        t = torch.rand(num, generator=generator)
+        eps = torch.randn(num, *self.rows.shape, generator=generator)
+        return t, eps, torch.rand(num, generator=generator) < self.settings.text_dropout
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        (rows, x0, ids, labels), (t, eps, dropped) = batch, drawn
+        alpha, sigma, _, _ = LINEAR(t).over(x0)
+        x = alpha * x0 + sigma * eps
+        if not self.settings.text:
+            return F.cross_entropy(network(x, t).float(), labels, reduction="none")
+        ids = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
+        try:
+            tokens, mask = self.text.encode(ids)
+        except InputError as error:
+            raise self.rows.damaged_text(rows, error) from error
+        return F.cross_entropy(network(x, t, tokens, mask).float(), labels, reduction="none")
+
+    def evaluate(self) -> Mapping[str, Any]:
+        found = self.answers(self.network, JUDGED)
+        loss = float(F.cross_entropy(found.logits, found.labels))
+        return {"held_out": loss, "accuracy": accuracy(found), "accuracy_by_t": accuracy_by_level(found)}
+
+    def picture(self) -> Image.Image | None:
+        return None
+
+    def answers(self, router: nn.Module, num: int) -> "Answers":
+        text = self.text if self.settings.text else None
+        batch = self.settings.micro_batch or self.settings.batch
+        return ask(router, self.rows, self.labels, text, self.device, num, batch)
+
+    def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
+        """Fit the temperature, compare with the router from centroids, and write the router."""
+        found = self.answers(self.network, JUDGED_AT_THE_END)
+        held_out = calibrated(found)
+        _, baseline = self.from_centroids()
+        compared = {key: baseline[key] for key in ("accuracy", "accuracy_by_t", "loss")}
+        self.write(self.network, folder, {**held_out, "centroids": compared}, training)
+        return [*report(held_out, "trained"), *report(baseline, "from centroids, for comparison")]
+
+    def from_centroids(self) -> tuple[CentroidRouter, dict[str, Any]]:
+        """The router that needs no training, at the image_scale which suits held-out data best, and how good it is."""
+        text = self.text if self.settings.text else None
+        found = [
+            centroid_router(self.rows, self.labels, self.num_experts, text, self.device, scale)
+            for scale in IMAGE_SCALES
+        ]
+        judged = [calibrated(self.answers(router, JUDGED_AT_THE_END)) for router in found]
+        best = min(range(len(found)), key=lambda i: judged[i]["loss"])
+        return found[best], judged[best]
+
+    def write(
+        self, router: Router | CentroidRouter, folder: Path, held_out: Mapping[str, Any], training: Mapping[str, Any]
+    ) -> None:
+        router.card = {
+            "temperature": held_out["temperature"],
+            "latent_space": self.rows.latent_space(),
+            "text_encoder": dict(self.about_text) if self.settings.text else None,
+            "data": self.rows.describe(),
+            "training": {**training, "held_out": dict(held_out)},
+            "license": str(self.rows.data.about["license"]),
+        }
+        router.save_pretrained(folder)
+
+
+class Answers(NamedTuple):
+    """What a router said of held-out rows."""
+
+    logits: Tensor
+    labels: Tensor
+    t: Tensor
+    row: Tensor  # which of the held-out rows it was
+
+
+@torch.no_grad()
+def ask(
+    router: nn.Module,
+    rows: Rows,
+    labels: Tensor,
+    text: TextEncoder | None,
+    device: torch.device,
+    num: int,
+    batch: int,
+) -> Answers:
+    """A router's logits for held-out rows, at times spread evenly over [0, 1]."""
+    pool = rows.judged_by(num)
+    chosen = np.resize(pool, num)
+    generator = torch.Generator().manual_seed(0)
+    t = ((torch.arange(num) + torch.rand(num, generator=generator)) / num)[torch.randperm(num, generator=generator)]
+    logits = []
+    for first in range(0, num, batch):
+        at, times = chosen[first : first + batch], t[first : first + batch]
+        x0 = rows.latents(at)
+        alpha, sigma, _, _ = LINEAR(times).over(x0)
+        x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(device)
+        seen = () if text is None else text.encode(rows.tokens(at).to(device))
+        logits.append(router(x, times.to(device), *seen).double().cpu())
+    return Answers(torch.cat(logits), labels[chosen], t, torch.arange(num) % len(pool))
+
+
+def accuracy(found: Answers) -> float:
+    return float((found.logits.argmax(1) == found.labels).double().mean())
+
+
+def accuracy_by_level(found: Answers) -> list[float | None]:
+    """The share of right answers between each two LEVELS of t."""
+    right = (found.logits.argmax(1) == found.labels).double()
+    places = torch.bucketize(found.t.double(), torch.tensor(LEVELS[1:-1], dtype=torch.float64))
+    parts = [right[places == place] for place in range(len(LEVELS) - 1)]
+    return [float(part.mean()) if len(part) else None for part in parts]
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The temperature whose softmax gives the labels the most likelihood: a convex search along 1 / T."""
+
+    def loss(inverse: float) -> float:
+        return float(F.cross_entropy(logits * inverse, labels))
+
+    low, high = math.log(1e-3), math.log(1e3)
+    golden = (math.sqrt(5) - 1) / 2
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    at_left, at_right = loss(math.exp(left)), loss(math.exp(right))
+    for _ in range(60):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - golden * (high - low)
+            at_left = loss(math.exp(left))
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + golden * (high - low)
+            at_right = loss(math.exp(right))
+    return math.exp(-(low + high) / 2)
+
+
+def calibration_error(logits: Tensor, labels: Tensor) -> float:
+    """The expected calibration error: how far confidence and accuracy are apart, over bins of confidence."""
+    confidence, answer = torch.softmax(logits, 1).max(1)
+    right = (answer == labels).double()
+    places = (confidence * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
+    total = 0.0
+    for place in places.unique():
+        here = places == place
+        total += float(here.sum()) * abs(float(confidence[here].mean()) - float(right[here].mean()))
+    return total / len(labels)
+
+
+def calibrated(found: Answers) -> dict[str, Any]:
+    """Accuracy, the temperature fitted on every other row, and how calibrated it is on the rest."""
+    half = found.row % 2 == 0
+    if bool(half.all()):  # one row is all there is
+        half = torch.arange(len(half)) % 2 == 0
+    temperature = fit_temperature(found.logits[half], found.labels[half])
+    rest, labels = found.logits[~half], found.labels[~half]
+    return {
+        "accuracy": accuracy(found),
+        "accuracy_by_t": accuracy_by_level(found),
+        "temperature": temperature,
+        "loss": float(F.cross_entropy(rest / temperature, labels)),
+        "loss_at_temperature_1": float(F.cross_entropy(rest, labels)),
+        "calibration_error": calibration_error(rest / temperature, labels),
+        "calibration_error_at_temperature_1": calibration_error(rest, labels),
+    }
+
+
+def report(held_out: Mapping[str, Any], name: str) -> Sequence[str]:
+    levels = "  ".join(
+        f"{low:g}-{high:g}: {share:.3f}"
+        for low, high, share in zip(LEVELS[:-1], LEVELS[1:], held_out["accuracy_by_t"], strict=True)
+        if share is not None
+    )
+    return [
+        f"router, {name}: held-out accuracy {held_out['accuracy']:.3f}, cross-entropy {held_out['loss']:.3f}",
+        f"  by t      {levels}",
+        f"  calibration error {held_out['calibration_error']:.4f} at temperature {held_out['temperature']:.3f}, "
+        f"{held_out['calibration_error_at_temperature_1']:.4f} without",
+    ]
+
+
+def centroid_router(
+    rows: Rows, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device, image_scale: float
+) -> CentroidRouter:
+    """From the means and variances of each cluster's latents and texts, in one pass over what is trained on."""
+    counts = torch.bincount(labels[rows.train], minlength=num).double()
+    total, square = torch.zeros(num, *rows.shape, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
+    width = 0 if text is None else text.dim
+    texts, outer = torch.zeros(num, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+    for first in range(0, len(rows.train), 1024):
+        at = rows.train[first : first + 1024]
+        latents, label = rows.latents(at).double(), labels[at]
+        total.index_add_(0, label, latents)
+        square.index_add_(0, label, (latents**2).flatten(1).mean(1))
+        if text is not None:
+            pooled = mean_token(*text.encode(rows.tokens(at).to(device))).double().cpu()
+            texts.index_add_(0, label, pooled)
+            outer += pooled.T @ pooled
+    there = counts.clamp_min(1)
+    means = total / there[:, None, None, None]
+    variances = (square / there - (means**2).flatten(1).mean(1)).clamp_min(0)
+    text_means = None if text is None else texts / there[:, None]
+    within = None if text_means is None else (outer - (text_means.T * counts) @ text_means) / counts.sum()
+    router = CentroidRouter.fit(means, variances, counts, text_means, within, image_scale=image_scale)
+    return router.float().to(device)
+
+
+def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Sequence[str]:
+    """The router that needs no training, as a folder like that of a trained one."""
+    task = RouterTask(Dataset.open(data), settings, settings.torch_device)
+    router, held_out = task.from_centroids()
+    task.write(router, out, held_out, {"method": "centroids"})
+    return [f"{out}: made from centroids", *report(held_out, "from centroids")]
+
+
+def preview_router(data: Path, settings: RouterSettings) -> Sequence[str]:
+    """What `train_router` would do, and what it would take."""
+    dataset = Dataset.open(data)
+    return preview(lambda device: RouterTask(dataset, settings, device), settings)
+
+
+def num_clusters_of(data: Dataset) -> int:
+    found = read_json(data.folder / "clusters" / "partition.json", f"run `atoll partition {data.folder} --experts K`")
+    return int(found["num_clusters"])
+
+
+def train_router(data: Path, settings: RouterSettings, out: Path, progress: bool = True) -> Sequence[str]:
+    """The router of a partitioned data set; the folder `out` is the router when it is finished."""
+    dataset = Dataset.open(data)
+    return train(lambda device: RouterTask(dataset, settings, device), settings, out, progress)

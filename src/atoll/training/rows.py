@@ -1,0 +1,109 @@
+"""The rows of a data set that one run trains on and is judged by."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.data.shards import HELD_OUT, TRAIN, Dataset
+from atoll.errors import InputError
+
+LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
+
+
+class Rows:
+    """Latents and token ids of a data set or one of its clusters, checked as they are read."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+        name = f"{data.folder}" if data.cluster is None else f"cluster {data.cluster} of {data.folder}"
+        if len(data) == 0:
+            raise InputError(f"{name} has no pictures: there is nothing to train on")
+        split = data.column("split")[:]
+        self.train, self.held_out = np.flatnonzero(split == TRAIN), np.flatnonzero(split == HELD_OUT)
+        if len(self.train) == 0:
+            raise InputError(f"{name} has no pictures to train on, only {len(self.held_out)} held out: prepare more")
+        self.name = name
+        self.shape: tuple[int, int, int] = tuple(data.about["latent_shape"])
+        self._latents, self._tokens = data.column("latents"), data.column("tokens")
+        for column, shape in ((self._latents, self.shape), (self._tokens, (data.about["text"]["max_length"],))):
+            if (found := column[:1].shape[1:]) != shape:
+                raise InputError(f"{column.name} of {name} are {list(found)}, but its dataset.json says {list(shape)}")
+
+    def judged_by(self, most: int, seed: int = 0) -> NDArray[np.int64]:
+        """Up to `most` held-out rows, or rows of training where none were held out."""
+        pool = self.held_out if len(self.held_out) else self.train
+        if len(pool) <= most:
+            return pool
+        return np.sort(np.random.default_rng(seed).choice(pool, most, replace=False))
+
+    def latents(self, rows: NDArray[np.int64]) -> Tensor:
+        """Float32 [n, C, S, S]."""
+        found = torch.from_numpy(self._latents[rows]).float()
+        bad = ~(found.flatten(1).abs().amax(1) <= LARGEST)  # NaN fails too
+        if bool(bad.any()):
+            row = int(rows[int(bad.nonzero()[0])])
+            raise InputError(
+                f"row {row} of {self.name} ({self.data.texts('key', [row])[0]}) holds latents that are not finite or "
+                f"beyond {LARGEST:g}: its shard is damaged, copy it again from its source"
+            )
+        return found
+
+    def tokens(self, rows: NDArray[np.int64]) -> Tensor:
+        """Token ids [n, L]."""
+        return torch.from_numpy(self._tokens[rows])
+
+    def damaged_text(self, rows: Tensor, error: InputError) -> InputError:
+        """The sentence for rows whose token ids the text encoder does not know."""
+        return InputError(f"a caption among rows {rows.min()} to {rows.max()} of {self.name} is damaged: {error}")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the pictures' content and split: the same data in other shards or another place are the same."""
+        digest = hashlib.sha256()
+        for name in ("digest", "split"):
+            column = self.data.column(name)
+            for first in range(0, len(column), 65536):
+                digest.update(np.ascontiguousarray(column[first : first + 65536]).tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mean latent of what is trained on, in float64."""
+        return self._moments[0]
+
+    @cached_property
+    def variance(self) -> float:
+        """The variance about that mean, averaged over the numbers of a latent."""
+        return self._moments[1]
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, float]:
+        total, square = torch.zeros(self.shape, dtype=torch.float64), 0.0
+        for first in range(0, len(self.train), 4096):
+            part = self.latents(self.train[first : first + 4096]).double()
+            total += part.sum(0)
+            square += float((part**2).sum())
+        mean = total / len(self.train)
+        return mean, square / len(self.train) / mean.numel() - float((mean**2).mean())
+
+    def describe(self) -> dict[str, Any]:
+        """What an expert's card says of its data."""
+        about = self.data.about
+        return {
+            "name": about["source"]["name"],
+            "fingerprint": self.fingerprint,
+            "cluster": self.data.cluster,
+            "pictures": len(self.train),
+            "held_out": len(self.held_out),
+            "variance": self.variance,
+            "license": about["license"],
+        }
+
+    def latent_space(self) -> Mapping[str, Any]:
+        return {"shape": list(self.shape), "codec": self.data.about["codec"]}
