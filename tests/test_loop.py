@@ -25,6 +25,7 @@ class Toy:
 
     def __init__(self, fault=None) -> None:
         self.num_rows = 20
+        self.text_length, self.frozen_bytes = 1, 0
         self.fault = fault
         with seeded("toy"):
             self.network = DiT(

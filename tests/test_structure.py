@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "partition": {"diffusion"},
     "data": {"diffusion", "models", "partition"},
     "sampling": {"diffusion", "models", "partition", "data"},
-    "training": {"diffusion", "models", "partition", "data", "sampling"},  # a run shows samples, a student has a teacher
+    "training": {"diffusion", "models", "partition", "data", "sampling"},  # a student has a teacher
     "evaluation": {"diffusion", "models", "partition", "data", "training", "sampling"},
     "cli": {"diffusion", "models", "partition", "data", "training", "sampling", "evaluation"},
 }

@@ -198,7 +198,7 @@ class TestIsolation:
             assert "isolation broken" in run.stderr
 
 
-SHAPES_BELOW = {"fm": 0.75, "ddpm": 0.45, "x0": 0.45, "v": 0.75}
+SHAPES_BELOW = {"fm": 1.15, "ddpm": 0.32, "x0": 0.32, "v": 0.65}  # held out, after 150 steps; all begin at 1 or 2
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ class TestLearning:
     @pytest.mark.parametrize("objective", SHAPES_BELOW)
     def test_held_out_loss_falls(self, shapes, tmp_path, objective, report):
         settings = replace(
-            QUICK, model="64x3/1", steps=200, batch=32, lr=3e-3, eval_every=200, save_every=200, objective=objective
+            QUICK, model="64x3/1", steps=150, batch=32, lr=3e-3, eval_every=150, save_every=150, objective=objective
         )
         losses = []
         for name in "ab":
@@ -220,7 +220,7 @@ class TestLearning:
             expert = Expert.load(tmp_path / name)
             losses.append(expert.training["held_out"]["loss"])
         first = read_metrics(tmp_path / "a")[0]["loss"]
-        report(f"held-out loss on shapes after 200 steps, {objective}: {losses[0]:.4f} (first {first:.3f})")
+        report(f"held-out loss on shapes after 150 steps, {objective}: {losses[0]:.4f} (first {first:.3f})")
         assert losses[0] == losses[1]
         assert losses[0] < SHAPES_BELOW[objective]
         assert (tmp_path / "a" / "model.safetensors").read_bytes() == (

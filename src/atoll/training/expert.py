@@ -24,10 +24,10 @@ from atoll.models.presets import preset
 from atoll.training.calibrate import Judgement, judge
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
-from atoll.training.rows import Rows
+from atoll.training.rows import Rows, bytes_of
 from atoll.training.settings import ExpertSettings
 
-JUDGED, JUDGED_AT_THE_END = 512, 4096
+JUDGED, JUDGED_AT_THE_END = 512, 2048
 IN_A_PICTURE = 12
 
 
@@ -81,6 +81,14 @@ class ExpertTask:
         if theirs not in (None, "unknown", self.license):
             self.license = f"{self.license} (data), {theirs} (first weights)"
         return network
+
+    @property
+    def text_length(self) -> int:
+        return self.rows.longest_text(self.text)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return bytes_of(self.text)
 
     def describe(self) -> dict[str, Any]:
         return {"data": self.rows.describe(), "init": self.init}

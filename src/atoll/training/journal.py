@@ -20,9 +20,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            values = json.loads(line)
         except ValueError:
             break
+        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+            break
+        found.append(values)
     return found
 
 

@@ -48,6 +48,14 @@ class Task(Protocol):
     @property
     def network(self) -> Trunk: ...
 
+    @property
+    def text_length(self) -> int:
+        """The tokens of the longest text in a batch, or about so many."""
+
+    @property
+    def frozen_bytes(self) -> int:
+        """What is in memory beside the network and never learns: the text encoder."""
+
     def describe(self) -> dict[str, Any]:
         """What makes it this run and no other, beside the settings: the data above all."""
 
@@ -259,10 +267,10 @@ def train(
     """Train until settings.steps, from where the folder's last state is; returns what to tell the user."""
     team = Team(settings)
     with team.holding(folder):
-        return _Session(make_task(team.device), settings, folder, team, progress).go()
+        return Session(make_task(team.device), settings, folder, team, progress).go()
 
 
-class _Session:
+class Session:
     """One process's part of a run: from the last state to the end, or to a signal."""
 
     def __init__(self, task: Task, settings: Settings, folder: Path, team: Team, progress: bool) -> None:
@@ -321,8 +329,6 @@ class _Session:
             write_json(self.folder / "run.json", {**self.about, "complete": False})
         if self.resumed_from is None:
             run.save(self.states)  # an unwritable place or a full disk shows now, and there is a state to roll back to
-        begun = time.perf_counter()
-        before = run.progress.seconds
         bar = tqdm(
             total=settings.steps,
             initial=run.progress.step,
@@ -334,25 +340,33 @@ class _Session:
         )
         with bar, self._listening():
             while run.progress.step < settings.steps and self.stop is None:
-                try:
-                    run.step()
-                except InputError:
-                    run.save(self.states)
-                    raise
-                except torch.OutOfMemoryError as error:
-                    raise InputError(
-                        "the device has too little memory: halve --micro-batch, or switch --checkpointing on"
-                    ) from error
-                run.progress.seconds = before + time.perf_counter() - begun
-                if run.progress.bad_in_a_row >= MOST_BAD_IN_A_ROW:
-                    self._roll_back()
-                    bar.n = run.progress.step
-                bar.update(run.progress.step - bar.n)
-                self._keep_books(bar)
+                self.advance(bar)
                 self._agree_to_stop()
         if self.stop is not None:
             return self._leave()
         return self._finish()
+
+    def advance(self, bar: Any) -> None:
+        """One step, and the books."""
+        run = self.run
+        begun = time.perf_counter()
+        try:
+            run.step()
+        except InputError:
+            run.save(self.states)
+            raise
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                "the device has too little memory: halve --micro-batch, or switch --checkpointing on"
+            ) from error
+        if run.progress.bad_in_a_row >= MOST_BAD_IN_A_ROW:
+            self._roll_back()
+        bar.n = run.progress.step - 1
+        bar.update(1)
+        run.progress.seconds += time.perf_counter() - begun
+        begun = time.perf_counter()
+        self._keep_books(bar)
+        run.progress.seconds += time.perf_counter() - begun
 
     def _keep_books(self, bar: Any) -> None:
         """Metrics, held-out figures, pictures and states, each when it is due; states last, so they cover the rest."""
@@ -458,9 +472,8 @@ class _Session:
         if self.stop is signal.SIGINT:
             raise KeyboardInterrupt
         step = self.run.progress.step
-        return [
-            f"{self.folder} was told to stop: saved at step {step} of {self.settings.steps}, the same command goes on"
-        ]
+        goal = self.settings.steps
+        return [f"{self.folder}: told to stop, saved at step {step} of {goal}; the same command goes on"]
 
     def _finish(self) -> Sequence[str]:
         progress = self.run.progress

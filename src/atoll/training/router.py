@@ -23,10 +23,10 @@ from atoll.models.presets import preset
 from atoll.models.router import Router, RouterConfig
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
-from atoll.training.rows import Rows
+from atoll.training.rows import Rows, bytes_of
 from atoll.training.settings import RouterSettings
 
-JUDGED, JUDGED_AT_THE_END = 1024, 8192
+JUDGED, JUDGED_AT_THE_END = 1024, 4096
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is told
 CONFIDENCE_BINS = 15
 IMAGE_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -52,6 +52,14 @@ class RouterTask:
         sizes = preset(settings.model, input_size=size, in_channels=channels, text_dim=width)
         with seeded("weights", settings.seed):
             self.network = Router(RouterConfig(**sizes, num_experts=self.num_experts))
+
+    @property
+    def text_length(self) -> int:
+        return self.rows.longest_text(self.text)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return bytes_of(self.text)
 
     def describe(self) -> dict[str, Any]:
         return {"data": self.rows.describe(), "num_experts": self.num_experts}

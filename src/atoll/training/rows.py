@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
+from atoll.data.text import TextEncoder
 from atoll.errors import InputError
 
 LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
@@ -57,6 +58,11 @@ class Rows:
     def tokens(self, rows: NDArray[np.int64]) -> Tensor:
         """Token ids [n, L]."""
         return torch.from_numpy(self._tokens[rows])
+
+    def longest_text(self, text: TextEncoder) -> int:
+        """The tokens of the longest among 64 captions."""
+        _, mask = text.encode(self.tokens(self.train[:64]))
+        return int(mask.sum(1).max())
 
     def damaged_text(self, rows: Tensor, error: InputError) -> InputError:
         """The sentence for rows whose token ids the text encoder does not know."""
@@ -107,3 +113,10 @@ class Rows:
 
     def latent_space(self) -> Mapping[str, Any]:
         return {"shape": list(self.shape), "codec": self.data.about["codec"]}
+
+
+def bytes_of(model: object) -> int:
+    """What a frozen model has in memory."""
+    if not isinstance(model, nn.Module):
+        return 0
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,443 @@
+"""Parts that were made apart as one model: a folder in the layout of the published Paris model.
+
+MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of this list
+MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors
+MODEL/router/                    config.json, model.safetensors; one expert needs none
+MODEL/vae/, text_encoder/        and tokenizer/ where there is one
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from atoll.config import build
+from atoll.data.codecs import FOLDER as CODEC
+from atoll.data.codecs import load_codec
+from atoll.data.pretrained import named
+from atoll.data.text import FOLDER as TEXT
+from atoll.data.text import TOKENIZER, load_text_encoder
+from atoll.diffusion.objective import OBJECTIVES, Objective
+from atoll.errors import InputError
+from atoll.files import alone, make_readable, read_json, reason_of, write_json
+from atoll.models.centroids import CentroidRouter
+from atoll.models.expert import CALIBRATION, Expert
+from atoll.models.router import Router
+from atoll.models.store import CONFIG, WEIGHTS, folder_of
+
+INDEX, ROUTER = "model_index.json", "router"
+FORMAT, CLASS = 1, "AtollPipeline"
+KEPT = (CONFIG, WEIGHTS, CALIBRATION)  # of an expert or a router; its training state stays where it is
+SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
+PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
+MADE = "give a folder that `atoll assemble` has made"
+
+
+# --- the index ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelIndex:
+    """What model_index.json says."""
+
+    num_experts: int
+    experts: tuple[Mapping[str, Any] | None, ...]  # folder, cluster, objective, license; None: it is missing
+    router: Mapping[str, Any] | None  # folder, model, reads_text, temperature
+    latent_space: Mapping[str, Any]  # as on the experts' cards
+    text_encoder: Mapping[str, Any]
+    license: str
+    files: Mapping[str, str]  # SHA-256 of each, by its path in the folder
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "experts", tuple(self.experts))
+        if self.num_experts < 1 or len(self.experts) != self.num_experts:
+            raise InputError(f"num_experts is {self.num_experts}, but {len(self.experts)} experts are listed")
+        for part in (*self.experts, self.router):
+            if part is not None and not _is_plain(part.get("folder")):
+                raise InputError(f"the folder of a part must be a plain name, but is {part.get('folder')!r}")
+        for path in self.files:
+            if len(Path(path).parts) != 2 or not all(map(_is_plain, Path(path).parts)):
+                raise InputError(f"a file must be named as FOLDER/NAME, but one is {path!r}")
+
+    @property
+    def hash(self) -> str:
+        """Of the whole model: two models with the same hash have the same files."""
+        return hashlib.sha256(json.dumps(dict(self.files), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def objectives(self) -> tuple[str | None, ...]:
+        """Each expert's by name; None where one is missing."""
+        return tuple(None if part is None else str(part["objective"]["name"]) for part in self.experts)
+
+    def write(self, folder: Path) -> None:
+        values = {"_class_name": CLASS, "format": FORMAT, **asdict(self), "hash": self.hash}
+        write_json(folder / INDEX, values)
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelIndex":
+        path = folder / INDEX
+        if not path.exists() and (folder / CONFIG).exists():
+            raise InputError(f"{folder} is a part, not a model: run `atoll assemble {folder} --data DATA --out MODEL`")
+        values = read_json(path, MADE)
+        if values.pop("_class_name", None) != CLASS:
+            raise InputError(f"{path} does not describe an {CLASS}: {MADE}")
+        if (found := values.pop("format", None)) != FORMAT:
+            raise InputError(f"{path} has format {found!r}, and this version of atoll reads {FORMAT}")
+        promised = values.pop("hash", None)
+        try:
+            index = build(cls, values, str(path))
+            complete = all(part is None or part["objective"]["name"] for part in index.experts)
+            matches = index.hash == promised and index.latent_space["shape"] and complete
+        except (TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{path} is damaged ({error!r}): copy it again from its source") from error
+        if not matches:
+            raise InputError(f"{path} was altered, its hash is not that of its files: assemble the model again")
+        return index
+
+    def verify(self, folder: str | Path) -> None:
+        """Read every file, and name the first that is not what it was; parts that are missing altogether may be."""
+        for name, expected in self.files.items():
+            path = Path(folder) / name
+            if path.parent.is_dir() and (not path.is_file() or _digest(path) != expected):
+                raise InputError(f"{path} is not the file that the model was made of: copy it again from its source")
+
+
+def find_model(folder: str | Path, revision: str | None = None) -> Path:
+    """The folder itself, or where the hub's files are kept on this machine."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    if isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~" or Path(folder).exists():
+        raise InputError(f"{folder} is not a folder: {MADE}, or a hub id")
+    return folder_of(folder, revision, PATTERNS)
+
+
+def check_part(
+    path: Path, card: Mapping[str, Any], latent_space: Mapping[str, Any], text_encoder: Mapping[str, Any]
+) -> None:
+    """Refuse an expert or a router that was made for other latents or other texts than the model's."""
+    space = card.get("latent_space") or {}
+    if list(space.get("shape", ())) != list(latent_space["shape"]):
+        raise InputError(
+            f"{path} takes latents {space.get('shape')}, not {latent_space['shape']} as the others: leave it out"
+        )
+    check_frozen(path, space.get("codec") or {}, latent_space["codec"], "codec")
+    if card.get("text_encoder") is not None:  # a router may be blind to the text
+        check_frozen(path, card["text_encoder"], text_encoder, "text encoder")
+
+
+def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
+    if any(theirs.get(key) != ours.get(key) for key in ("fingerprint", "dtype")):
+        told = " and ".join(f"{about.get('spec')} {str(about.get('fingerprint'))[:8]}" for about in (theirs, ours))
+        raise InputError(
+            f"{path} does not belong to this model: its {what} is another than that of the other parts ({told}), "
+            "so give parts that were made from one data set"
+        )
+
+
+def _is_plain(name: object) -> bool:
+    """Whether a name from a file that anyone may have written stays within its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({reason_of(error)}): copy it again from its source") from error
+
+
+# --- putting one together -----------------------------------------------------------------------------------------
+
+
+def assemble(
+    experts: Sequence[str | Path],
+    router: str | Path | None,
+    out: str | Path,
+    data: str | Path | None = None,
+    *,
+    allow_missing: bool = False,
+) -> ModelIndex:
+    """Check that the parts fit, and make a model folder of them.
+
+    A folder with expert_* in it stands for these, and for the router in it; `data` has the codec and the text encoder.
+    """
+    _check_free(Path(out).resolve())  # before the work, not after it
+    given = [Path(folder) for folder in experts]
+    folders = [expert for folder in given for expert in _experts_in(folder, allow_missing)]
+    if not folders:
+        raise InputError("there are no experts: give their folders, or one that `atoll train-all` has made")
+    source = _find_data(given, data)
+    latents, texts = load_codec(source).describe(), load_text_encoder(source).describe()
+    cards = {folder: _about_expert(folder) for folder in folders}
+    space: Mapping[str, Any] = {"shape": next(iter(cards.values()))["latent_space"]["shape"], "codec": latents}
+    for folder, card in cards.items():
+        check_part(folder, card, space, texts)
+    place = _find_router(given, router, len(folders))
+    about_router = None if place is None else _about_router(place)
+    if place is not None and about_router is not None:
+        check_part(place, about_router, space, texts)
+    ordered = _in_order(cards, about_router, place, allow_missing)
+
+    parts: dict[str, tuple[Path, Sequence[str]]] = {}
+    for k, folder in enumerate(ordered):
+        if folder is not None:
+            parts[f"expert_{k}"] = folder, KEPT
+    if place is not None:
+        parts[ROUTER] = place, KEPT
+    for name in (CODEC, TEXT, TOKENIZER):
+        if (source / name).is_dir():
+            parts[name] = source / name, _kept_of(source / name)
+    licenses = {name: str(cards[folder]["license"]) for name, (folder, _) in parts.items() if folder in cards}
+    with _staged(Path(out)) as staged:
+        files = {f"{part}/{name}": _digest(path) for part, name, path in _place_all(parts, staged)}
+        index = ModelIndex(
+            num_experts=len(ordered),
+            experts=tuple(
+                None if folder is None else _entry(f"expert_{k}", cards[folder]) for k, folder in enumerate(ordered)
+            ),
+            router=about_router and {"folder": ROUTER, **about_router["entry"]},
+            latent_space=space,
+            text_encoder=texts,
+            license=_joined(licenses),
+            files=files,
+        )
+        index.write(staged)
+    return index
+
+
+def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
+    """The same model in another folder."""
+    parts: dict[str, tuple[Path, list[str]]] = {}
+    for name in index.files:
+        part, file = Path(name).parts
+        if (folder / part).is_dir():
+            parts.setdefault(part, (folder / part, []))[1].append(file)
+    with _staged(Path(out)) as staged:
+        for _ in _place_all(parts, staged):
+            pass
+        index.write(staged)
+
+
+def push_model(folder: Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """Upload to the Hugging Face hub; where it can be seen."""
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(f"the hub did not take {repo_id} ({reason_of(error)})") from error
+
+
+def objective_name(objective: Objective) -> str:
+    """The name it has on the command line, or what it predicts on which schedule."""
+    names = [name for name, known in OBJECTIVES.items() if known == objective]
+    return names[0] if names else f"{objective.prediction}, {objective.schedule}"
+
+
+# --- the parts ----------------------------------------------------------------------------------------------------
+
+
+def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
+    """The folder, if it is an expert, or those in it."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: give that of an expert, or one that `atoll train-all` has made")
+    if (folder / CONFIG).exists():
+        return [folder]
+    inside = [path for path in folder.glob("expert_*") if path.is_dir() and path.name[7:].isdecimal()]
+    inside.sort(key=lambda path: int(path.name[7:]))
+    done = [path for path in inside if (path / CONFIG).exists()]
+    unfinished = [path for path in inside if path not in done]
+    if unfinished and not allow_missing:
+        raise InputError(f"{unfinished[0]} has no {CONFIG}: train it to its end, or give --allow-missing")
+    if not done:
+        raise InputError(f"{folder} has neither {CONFIG} nor expert_0: give the folder of an expert that is trained")
+    return done
+
+
+def _find_data(given: Sequence[Path], data: str | Path | None) -> Path:
+    """Where codec and text encoder are: in a data set, or in a model that is taken apart."""
+    if data is not None:
+        for name in (CODEC, TEXT):
+            if not (Path(data) / name).is_dir():
+                raise InputError(f"{data} has no {name}: give the data set that the experts were trained on")
+        return Path(data)
+    for folder in given:
+        if all((folder / name).is_dir() for name in (CODEC, TEXT)):
+            return folder
+    raise InputError("the model needs a codec and a text encoder: give --data, the data set of the experts")
+
+
+def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> Path | None:
+    if router is not None:
+        return Path(router)
+    for folder in given:
+        if (folder / ROUTER / CONFIG).exists():
+            return folder / ROUTER
+    if num > 1:
+        raise InputError(f"{num} experts need a router: give --router, what `atoll train-router` has made")
+    return None
+
+
+def _about_expert(folder: Path) -> dict[str, Any]:
+    """Its card, after all of it was read and found whole."""
+    expert = Expert.load(folder)
+    objective = {"name": objective_name(expert.objective), **asdict(expert.objective)}
+    return {
+        "latent_space": expert.latent_space,
+        "text_encoder": expert.text_encoder,
+        "cluster": expert.data.get("cluster"),
+        "objective": objective,
+        "license": expert.license,
+    }
+
+
+def _about_router(folder: Path) -> dict[str, Any]:
+    router = load_router(folder)
+    entry = {
+        "model": type(router).__name__,
+        "reads_text": router.config.text_dim is not None,
+        "temperature": router.card.get("temperature", 1.0),
+    }
+    return {**router.card, "num_experts": router.config.num_experts, "entry": entry}
+
+
+def load_router(folder: Path) -> Router | CentroidRouter:
+    classes = {"Router": Router, "CentroidRouter": CentroidRouter}
+    about = read_json(folder / CONFIG, "give what `atoll train-router` has made, trained to its end")
+    router: Router | CentroidRouter = named(classes, about, folder).from_pretrained(folder)
+    return router
+
+
+def _in_order(
+    cards: Mapping[Path, Mapping[str, Any]], router: Mapping[str, Any] | None, place: Path | None, allow_missing: bool
+) -> list[Path | None]:
+    """The experts by their clusters, None where one is missing."""
+    clusters = {folder: card["cluster"] for folder, card in cards.items()}
+    if router is None:
+        return list(cards)
+    num = int(router["num_experts"])
+    for folder, cluster in clusters.items():
+        if cluster is None and num > 1:
+            raise InputError(f"{folder} was trained on all of the data, and the router {place} is for {num} clusters")
+        if cluster is not None and not (type(cluster) is int and 0 <= cluster < num):
+            raise InputError(f"{folder} is the expert of cluster {cluster}, but the router {place} knows 0 to {num - 1}")
+    for cluster, count in Counter(clusters.values()).items():
+        if count > 1:
+            both = " and ".join(str(folder) for folder, found in clusters.items() if found == cluster)
+            raise InputError(f"{both} are experts of the same cluster, {cluster}: give one of them")
+    by_cluster = {cluster or 0: folder for folder, cluster in clusters.items()}
+    missing = [str(k) for k in range(num) if k not in by_cluster]
+    if missing and not allow_missing:
+        what = f"cluster {missing[0]}" if len(missing) == 1 else f"clusters {', '.join(missing)}"
+        raise InputError(f"there is no expert of {what}: give one, or --allow-missing to do without")
+    return [by_cluster.get(k) for k in range(num)]
+
+
+def _entry(name: str, card: Mapping[str, Any]) -> dict[str, Any]:
+    return {"folder": name, **{key: card[key] for key in ("cluster", "objective", "license")}}
+
+
+def _joined(licenses: Mapping[str, str]) -> str:
+    """One licence for all, or each with what is under it."""
+    distinct = sorted(set(licenses.values()))
+    if len(distinct) == 1:
+        return distinct[0]
+    return "; ".join(f"{one} ({', '.join(name for name in licenses if licenses[name] == one)})" for one in distinct)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _kept_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
+
+
+def _place_all(parts: Mapping[str, tuple[Path, Sequence[str]]], staged: Path) -> Iterator[tuple[str, str, Path]]:
+    """Put the parts' files there, those that each has: (part, name, where it is now)."""
+    for part, (folder, names) in parts.items():
+        (staged / part).mkdir()
+        for name in names:
+            if (folder / name).exists():
+                _place(folder / name, staged / part / name)
+                yield part, name, staged / part / name
+
+
+def _place(source: Path, target: Path) -> None:
+    """Weights are linked where the disk allows it, for nothing writes into them; what people may edit is copied."""
+    if source.suffix == ".safetensors":
+        try:
+            os.link(source.resolve(), target)  # the hub keeps links in its folders: to the file itself
+        except OSError:  # another disk, or one without links
+            pass
+        else:
+            return
+    shutil.copyfile(source, target)
+    make_readable(target)
+    with target.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its place when all is done; one that a killed process left is cleared."""
+    out = out.resolve()
+    staged, old = out.with_name(f".{out.name}.tmp"), out.with_name(f".{out.name}.old")
+    try:
+        staged.mkdir(parents=True, exist_ok=True)
+        with alone(staged):
+            try:
+                if old.exists() and not out.exists():
+                    old.rename(out)  # killed between the two renames below
+                _check_free(out)
+                _clear(staged)
+                yield staged
+                if out.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    out.rename(old)
+                try:
+                    staged.rename(out)
+                except BaseException:
+                    if old.exists():
+                        old.rename(out)
+                    raise
+                shutil.rmtree(old, ignore_errors=True)
+            except BaseException:
+                shutil.rmtree(staged, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise InputError(f"cannot write {out} ({reason_of(error)}): free the disk or choose another --out") from error
+
+
+def _check_free(out: Path) -> None:
+    """`out` may be replaced if it is an older model, and only that: what else lies in it is not ours to remove."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise InputError(f"{out} is a file: choose another folder for the model")
+    found = sorted(path.name for path in out.iterdir())
+    if not found:
+        return
+    if INDEX not in found:
+        raise InputError(f"{out} is not empty and not a model: choose another folder, it is left as it is")
+    ours = {INDEX, *(Path(name).parts[0] for name in ModelIndex.read(out).files)}
+    for name in found:
+        if name not in ours:
+            raise InputError(f"{out} holds {name}, which is not of the model in it: move it, or choose another folder")
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

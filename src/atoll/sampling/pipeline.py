@@ -1,0 +1,416 @@
+"""A model folder as one thing that makes pictures of texts, called as diffusers' pipelines are.
+
+diffusers itself is not needed: its pipeline class would add a dependency of the core for `from_pretrained`, and loads
+every part at once, where here experts come into memory when they are first needed and may leave it again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+import warnings
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from atoll.data.codecs import load_codec
+from atoll.data.codecs import FOLDER as CODEC
+from atoll.data.pretrained import dtype_name
+from atoll.data.sheets import pictures_of
+from atoll.data.text import FOLDER as TEXT
+from atoll.data.text import TextEncoder, load_text_encoder
+from atoll.diffusion.solvers import Step, get_solver, uniform_times
+from atoll.diffusion.transfer import Conversion
+from atoll.errors import InputError, unknown
+from atoll.files import read_json
+from atoll.models.store import CONFIG, WEIGHTS
+from atoll.sampling.assemble import (
+    ModelIndex,
+    check_frozen,
+    check_part,
+    copy_model,
+    find_model,
+    load_router,
+    push_model,
+)
+from atoll.sampling.ensemble import Ensemble, Routed, generate
+from atoll.sampling.expert import FolderExpert, Guidance, Prompts
+from atoll.sampling.routing import Routing, get_routing
+from atoll.sampling.trace import ImageTrace, Preview
+
+DEFAULT_SOLVER = "multistep"
+DEFAULT_STEPS = 20
+DEFAULT_GUIDANCE = 2.0
+DEFAULT_ROUTING = "topk"
+DEFAULT_TOP_K = 2
+DEFAULT_THRESHOLD = 0.1
+DEFAULT_BATCH = 16
+
+OUTPUTS = ("pil", "np", "pt", "latent")
+
+OnStepEnd = Callable[["AtollPipeline", int, Tensor, dict[str, Tensor]], Mapping[str, Tensor] | None]
+"""callback(pipe, step, t, {"latents": ..., "x0": ...}); "latents" in what it returns take the place of these."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What a run has made: an image, a seed, a prompt and a trace each, in the same order."""
+
+    images: list[Image.Image] | NDArray[np.float32] | Tensor
+    seeds: tuple[int, ...]
+    prompts: tuple[str, ...]
+    negative_prompts: tuple[str, ...]
+    trace: tuple[ImageTrace, ...]
+    settings: Mapping[str, Any]  # what else the images depend on
+
+
+class AtollPipeline:
+    """Experts, router, codec and text encoder of one model folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_resident: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        conversion: Conversion | str | None = None,
+    ) -> None:
+        self.folder = folder
+        self.index = ModelIndex.read(folder)
+        self.max_resident = max_resident
+        self.conversion = None if conversion is None else Conversion(conversion)
+        self.codec = load_codec(folder)
+        self.text_encoder = load_text_encoder(folder)
+        check_frozen(folder / CODEC, self.codec.describe(), self.index.latent_space["codec"], "codec")
+        check_frozen(folder / TEXT, self.text_encoder.describe(), self.index.text_encoder, "text encoder")
+        self.router = None if self.index.router is None else self._open_router(self.index.router["folder"])
+        self.to(device, dtype)
+        self._interrupt = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        max_resident: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        conversion: Conversion | str | None = None,
+        revision: str | None = None,
+        verify: bool = False,
+    ) -> Self:
+        """Open a folder that `assemble` has made, or a hub id.
+
+        At most `max_resident` experts are in memory at a time; `dtype` is that of the experts, by default as they were
+        saved; `verify` reads every file and compares it with its hash in the index.
+        """
+        path = find_model(folder, revision)
+        if verify:
+            ModelIndex.read(path).verify(path)
+        return cls(path, max_resident=max_resident, dtype=dtype, device=device, conversion=conversion)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """The files this was opened from, in another folder: what `to` has changed is not saved."""
+        copy_model(self.folder, self.index, folder)
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        return push_model(self.folder, repo_id, private, token)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move all of it; `dtype` is for the experts alone.
+
+        Latents stay in single precision, and so does the router: it is small beside them, and decides.
+        """
+        self.device = self.device if device is None else get_device(device)
+        if dtype is not None and not dtype.is_floating_point:
+            raise InputError(f"experts run in float32, bfloat16 or float16, not in {dtype_name(dtype)}")
+        self.dtype: torch.dtype | None = dtype if dtype is not None else getattr(self, "dtype", None)
+        for part in (self.codec, self.text_encoder, self.router):
+            if isinstance(part, nn.Module):
+                part.to(self.device)
+        self.ensemble = self._open_ensemble()
+        return self
+
+    @property
+    def num_experts(self) -> int:
+        return self.index.num_experts
+
+    @property
+    def interrupt(self) -> bool:
+        return self._interrupt
+
+    def _open_router(self, name: str) -> Any:
+        path = self.folder / name
+        router = load_router(path)
+        check_part(path, router.card, self.index.latent_space, self.index.text_encoder)
+        return router.float()
+
+    def _open_ensemble(self) -> Ensemble:
+        experts = [
+            None if part is None else self._open_expert(self.folder / part["folder"], part["cluster"])
+            for part in self.index.experts
+        ]
+        return Ensemble(experts, self.router, max_resident=self.max_resident)
+
+    def _open_expert(self, path: Path, cluster: int | None) -> FolderExpert | None:
+        """An expert, as far as can be told without reading its weights; None if its folder is not there."""
+        if not path.exists():
+            return None
+        expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device)
+        card = read_json(path / CONFIG, "copy it again from its source")
+        check_part(path, card, self.index.latent_space, self.index.text_encoder)
+        if (found := (card.get("data") or {}).get("cluster")) != cluster:
+            raise InputError(f"{path} is the expert of cluster {found}, not of {cluster}: assemble the model again")
+        try:
+            with safe_open(path / WEIGHTS, "pt"):
+                pass
+        except FileNotFoundError as error:
+            raise InputError(f"{path / WEIGHTS} is missing: copy the expert again from its source") from error
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"{path / WEIGHTS} is truncated or not a safetensors file ({error}): copy it again"
+            ) from error
+        return expert
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        negative_prompt: str | Sequence[str] | None = None,
+        num_inference_steps: int = DEFAULT_STEPS,
+        guidance_scale: float = DEFAULT_GUIDANCE,
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        seed: int | Sequence[int] | None = None,
+        output_type: str = "pil",
+        callback_on_step_end: OnStepEnd | None = None,
+        routing: str = DEFAULT_ROUTING,
+        top_k: int | None = None,
+        threshold: float = DEFAULT_THRESHOLD,
+        route_every: int = 1,
+        solver: str = DEFAULT_SOLVER,
+        batch_size: int = DEFAULT_BATCH,
+        previews: int = 0,
+        progress: bool = True,
+    ) -> Samples:
+        """Images of prompts. The same prompt and seed give the same image, whatever else is made with it.
+
+        Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
+        seeds are drawn from the generator, or from torch's own. `previews` is how many estimates of the final latents
+        each trace shall hold. Where images are split into batches, the callback sees one batch after another.
+        """
+        prompts, negatives = _texts_of(prompt, negative_prompt)
+        if output_type not in OUTPUTS:
+            raise unknown("output type", output_type, OUTPUTS)
+        for name, value in (("num_images_per_prompt", num_images_per_prompt), ("batch_size", batch_size)):
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, but is {value!r}")
+        seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
+        guidance = Guidance(guidance_scale)
+        chosen = self._routing(routing, top_k, threshold, route_every)
+        get_solver(solver)
+        times = uniform_times(num_inference_steps)
+        warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
+        prompts, negatives = ([p for p in texts for _ in range(num_images_per_prompt)] for texts in (prompts, negatives))
+
+        self._interrupt = False
+        images: list[Any] = []
+        traces: list[ImageTrace] = []
+        batches = range(0, len(prompts), batch_size)
+        shown = _preview_steps(num_inference_steps, previews)
+        with tqdm(total=len(batches) * num_inference_steps, unit=" steps", disable=not progress, leave=False) as bar:
+            for first in batches:
+                if self._interrupt:
+                    break
+                rows = slice(first, first + batch_size)
+                watch = _Watch(self, callback_on_step_end, shown, lambda: bar.update())
+                encoded = Prompts.encode(self.text_encoder, prompts[rows], negatives[rows])
+                try:
+                    latents = generate(
+                        self.ensemble, encoded, seeds[rows], solver=solver, times=times, routing=chosen,
+                        guidance=guidance, on_step=watch.on_step, trace=watch.on_evaluation,
+                    )  # fmt: skip
+                except _Interrupted as stop:
+                    latents = stop.latents
+                images.append(self.render(latents, output_type))
+                traces += watch.traces(len(latents))
+        num = len(traces)
+        settings = {
+            "steps": num_inference_steps,
+            "guidance": guidance.scale,
+            "solver": solver,
+            "routing": describe_routing(chosen),
+            "route_every": route_every,
+            "conversion": None if self.conversion is None else self.conversion.value,
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+        }
+        return Samples(
+            _joined(images), tuple(seeds[:num]), tuple(prompts[:num]), tuple(negatives[:num]), tuple(traces), settings
+        )
+
+    def render(self, latents: Tensor, output_type: str = "pil") -> Any:
+        """Latents as pictures: a list of PIL's, an array [B, S, S, 3] or a tensor [B, 3, S, S] in [0, 1]."""
+        if not bool(torch.isfinite(latents).all()):
+            raise InputError("the images are not finite: use smaller guidance or more steps")
+        if output_type == "latent":
+            return latents
+        images = self.codec.decode(latents.to(self.device))
+        if output_type == "pil":
+            return [Image.fromarray(picture) for picture in pictures_of(images)]
+        unit = (images.clamp(-1, 1) + 1) / 2
+        return unit if output_type == "pt" else unit.permute(0, 2, 3, 1).cpu().numpy()
+
+    def _routing(self, spec: str, top_k: int | None, threshold: float, every: int) -> Routing:
+        default = min(DEFAULT_TOP_K, self.num_experts)
+        routing = get_routing(spec, k=default if top_k is None else top_k, tau=threshold, every=every)
+        if routing.name == "topk" and routing.k > self.num_experts:
+            raise InputError(f"top_k must be at most the {self.num_experts} experts of the model, but is {routing.k}")
+        return routing
+
+
+class _Watch:
+    """What one batch shows on its way: to the callback, to the progress bar, and to its traces."""
+
+    def __init__(
+        self, pipe: AtollPipeline, callback: OnStepEnd | None, shown: frozenset[int], tick: Callable[[], object]
+    ) -> None:
+        self.pipe, self.callback, self.shown, self.tick = pipe, callback, shown, tick
+        self.times: list[float] = []
+        self.weights: list[Tensor] = []
+        self.previews: list[tuple[float, Tensor]] = []
+
+    def on_evaluation(self, routed: Routed) -> None:
+        self.times.append(float(routed.t))
+        self.weights.append(routed.weights.float().cpu())
+
+    def on_step(self, step: Step) -> None:
+        if step.number in self.shown:
+            self.previews.append((float(step.t), step.x0.cpu()))
+        if self.callback is not None:
+            answer = self.callback(self.pipe, step.number, step.t, {"latents": step.x, "x0": step.x0})
+            replaced = (answer or {}).get("latents")
+            if replaced is not None and replaced is not step.x:
+                if replaced.shape != step.x.shape:
+                    raise InputError(
+                        f"the callback gave latents {list(replaced.shape)} in place of {list(step.x.shape)}: "
+                        "keep their shape"
+                    )
+                step.x.copy_(replaced)  # the solver goes on from this very tensor
+        self.tick()
+        if self.pipe.interrupt:
+            raise _Interrupted(step.x)
+
+    def traces(self, num: int) -> list[ImageTrace]:
+        weights = torch.stack(self.weights, 1)  # [B, evaluations, K]
+        return [
+            ImageTrace(tuple(self.times), weights[i], tuple(Preview(t, x0[i]) for t, x0 in self.previews))
+            for i in range(num)
+        ]
+
+
+class _Interrupted(Exception):  # noqa: N818
+    """The caller has set `_interrupt`, as one does with diffusers; it never leaves this module."""
+
+    def __init__(self, latents: Tensor) -> None:
+        super().__init__()
+        self.latents = latents
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def get_device(name: torch.device | str) -> torch.device:
+    """auto, cpu, cuda or cuda:N, if it is here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {str(name)!r}: give auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {name} here: use cpu, or auto")
+    return device
+
+
+def describe_routing(routing: Routing) -> str:
+    """As `get_routing` reads it."""
+    values = {"topk": routing.k, "threshold": routing.tau, "by_time": routing.switch}
+    return f"{routing.name}:{values[routing.name]}" if routing.name in values else routing.name
+
+
+def warn_of_long_texts(encoder: TextEncoder, texts: set[str]) -> None:
+    """Name the texts that leave no room for another word: what they have beyond it was cut off."""
+    ordered = sorted(texts)
+    ids, longer = encoder.tokenize(ordered), encoder.tokenize([f"{text} and" for text in ordered])
+    for text, full in zip(ordered, (ids == longer).all(1).tolist(), strict=True):
+        if full:
+            warnings.warn(
+                f"the prompt {text[:40]!r}... fills the {encoder.max_length} tokens that the text encoder reads: "
+                "what comes after them does not count",
+                stacklevel=3,
+            )
+
+
+def _texts_of(
+    prompt: str | Sequence[str], negative: str | Sequence[str] | None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """The prompts, and as many negative ones."""
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else list(negative)
+    if not prompts:
+        raise InputError("there is no prompt: give at least one")
+    for text in (*prompts, *negatives):
+        if not isinstance(text, str):
+            raise InputError(f"a prompt must be a text, but one is {text!r:.80}")
+    if len(negatives) != len(prompts):
+        raise InputError(
+            f"there are {len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one for each"
+        )
+    return prompts, negatives
+
+
+def _seeds_of(
+    seed: int | Sequence[int] | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    num_prompts: int,
+    num_each: int,
+) -> list[int]:
+    """One an image."""
+    num = num_prompts * num_each
+    if seed is not None:
+        if generator is not None:
+            raise InputError("seeds are given or drawn from a generator, but not both: leave one of them out")
+        seeds = [seed] * num_prompts if isinstance(seed, int) else list(seed)
+        if len(seeds) == num_prompts:
+            seeds = [first + i for first in seeds for i in range(num_each)]
+        if len(seeds) != num:
+            raise InputError(f"there are {len(seeds)} seeds for {num} images: give one, one a prompt or one an image")
+        return seeds
+    generators = [generator] * num if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    if len(generators) != num:
+        raise InputError(f"there are {len(generators)} generators for {num} images: give one, or one for each")
+    return [
+        int(torch.randint(2**63 - 1, (), generator=g, device="cpu" if g is None else g.device)) for g in generators
+    ]
+
+
+def _preview_steps(num_steps: int, num: int) -> frozenset[int]:
+    """Steps spread evenly over the run, the first and the last among them."""
+    if type(num) is not int or num < 0:
+        raise InputError(f"previews must be a whole number of at least 0, but is {num!r}")
+    return frozenset(round(i * (num_steps - 1) / max(num - 1, 1)) for i in range(num))
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The batches' images as one."""
+    if not parts or isinstance(parts[0], list):
+        return [image for part in parts for image in part]
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
