@@ -3,8 +3,8 @@
     python benchmarks/memory.py [--steps 10]    # trains small models on the CPU, with and without checkpointing
     python benchmarks/memory.py --table         # the tables of docs/hardware.md: computed, nothing is trained
 
-Prediction and training each have a process of their own, as `atoll train --dry-run` and `atoll train` do. An update is
-forward, loss, backward, gradient clipping, AdamW and the moving average; a state is written after the last.
+Prediction and training each have a process of their own, as `atoll train --dry-run` and `atoll train` do. Training is the
+loop that trains experts, states and the finished network written by it included; its data is random numbers.
 """
 
 import os
@@ -14,17 +14,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from atoll.diffusion.objective import get_objective
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
+from atoll.training.loop import Tensors, train
 from atoll.training.memory import (
     CUDA_BASE,
     Kernels,
@@ -58,41 +62,44 @@ CASES = {
 }
 
 
-def train(case: Case, checkpointing: bool, steps: int, micro_batch: int) -> int:
-    """Train a network on noise, save its state, and give the most memory that this process had."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config, objective = case.config, get_objective("fm")
-    network = DiT(config)
-    network.gradient_checkpointing = checkpointing
-    average = [p.detach().clone() for p in network.parameters()]
-    learned = [p for p in network.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=1e-4, fused=True)
-    for _ in range(steps):
-        for _ in range(case.batch // micro_batch):
-            x0 = torch.randn(micro_batch, config.in_channels, case.size, case.size)
-            text = torch.randn(micro_batch, case.text_length, case.text_dim)
-            lengths = torch.randint(2, case.text_length + 1, (micro_batch, 1))
-            lengths[0] = case.text_length
-            mask = torch.arange(case.text_length) < lengths
-            losses = objective.loss(
-                lambda x, t, text=text, mask=mask: network(x, t, text, mask),  # type: ignore[misc]
-                x0,
-                torch.randn_like(x0),
-                torch.rand(micro_batch),
-            )
-            (losses.sum() / case.batch).backward()
-        nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch._foreach_lerp_(average, [p.detach() for p in network.parameters()], 0.01)
-    with TemporaryDirectory() as folder:
-        state = {f"weights.{name}": tensor for name, tensor in network.state_dict().items()}
-        state |= {f"ema.{i}": tensor for i, tensor in enumerate(average)}
-        for i, p in enumerate(learned):
-            state |= {f"{name}.{i}": optimizer.state[p][name] for name in ("exp_avg", "exp_avg_sq")}
-        save_file(state, Path(folder) / "state.safetensors")
-    return peak_resident()
+class Noise:
+    """An expert's task on random numbers, which take as much memory as any."""
+
+    num_rows = 100_000
+    frozen_bytes = 0
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.text_length = case, case.text_length
+        self.network = DiT(case.config)
+        self.objective = get_objective("fm")
+        self.shape = (case.config.in_channels, case.size, case.size)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        lengths = torch.randint(2, self.text_length + 1, (len(rows), 1))
+        lengths[::8] = self.text_length
+        return torch.randn(len(rows), *self.shape), torch.arange(self.text_length) < lengths
+
+    def draw(self, num: int, generator: torch.Generator) -> Tensors:
+        t = self.objective.sample_times(num, generator)
+        return t, torch.randn(num, *self.shape, generator=generator)
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        (x0, mask), (t, eps) = batch, drawn
+        text = torch.randn(len(x0), self.text_length, self.case.text_dim)
+        return self.objective.loss(lambda x, t: network(x, t, text, mask), x0, eps, t)
+
+    def evaluate(self) -> dict[str, Any]:
+        return {}
+
+    def picture(self) -> None:
+        return None
+
+    def finish(self, folder: Path, training: Mapping[str, Any]) -> list[str]:
+        self.network.save_pretrained(folder)
+        return []
 
 
 def ask(do: str, case: str, checkpointing: bool, steps: int, micro_batch: int | None = None) -> int:
@@ -130,13 +137,20 @@ def main() -> None:
         compare(args.steps)
     else:
         case = CASES[args.case]
-        if args.do == "train":
-            print(train(case, args.checkpointing, args.steps, args.micro_batch or case.batch))
-        else:
-            settings = ExpertSettings(
-                batch=case.batch, micro_batch=args.micro_batch, checkpointing=args.checkpointing
-            )
+        settings = ExpertSettings(
+            steps=args.steps,
+            batch=case.batch,
+            micro_batch=args.micro_batch,
+            checkpointing=args.checkpointing,
+            save_every=max(1, args.steps // 2),
+            device="cpu",
+        )
+        if args.do == "predict":
             print(predict(case.config, settings, text_length=case.text_length).total)
+            return
+        with TemporaryDirectory() as folder:
+            train(lambda device: Noise(case), settings, Path(folder), progress=False)
+        print(peak_resident())
 
 
 def print_tables() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import tyro
 
+from atoll.cli.assemble import assemble
 from atoll.cli.assign import assign
 from atoll.cli.inspect import inspect
 from atoll.cli.partition import partition
 from atoll.cli.prepare import prepare
+from atoll.cli.sample import sample
 from atoll.cli.train import train
 from atoll.cli.train_all import train_all
 from atoll.cli.train_router import train_router
@@ -26,6 +28,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "train": train,
     "train-router": train_router,
     "train-all": train_all,
+    "assemble": assemble,
+    "sample": sample,
 }
 SETTINGS: dict[str, type[Settings]] = {
     "train": ExpertSettings,

@@ -58,13 +58,25 @@ class Calibration:
             raise InputError("the gains of a calibration must lie in [0, 1]")
 
     @classmethod
-    def fit(cls, x0: Tensor, x0_hat: Tensor, log_snr: Tensor, mean: Tensor, num_bins: int = 32) -> "Calibration":
-        """Regress x0[N, ...] on an expert's x0_hat, in bins of equal count along log_snr[N]."""
+    def fit(
+        cls,
+        x0: Tensor,
+        x0_hat: Tensor,
+        log_snr: Tensor,
+        mean: Tensor,
+        num_bins: int = 32,
+        towards: Tensor | None = None,
+    ) -> "Calibration":
+        """Regress x0[N, ...] on an expert's x0_hat, in bins of equal count along log_snr[N].
+
+        `towards`[N, ...] takes the place of the mean, where more is known of each sample.
+        """
         if not (len(x0) == len(x0_hat) == len(log_snr)) or x0.shape != x0_hat.shape:
             raise InputError("a calibration needs as many estimates and levels as samples")
         if not 1 <= num_bins <= len(x0):
             raise InputError(f"num_bins must lie between 1 and the {len(x0)} samples there are, but is {num_bins}")
-        truth, guess = ((values.double() - mean).flatten(1) for values in (x0, x0_hat))
+        centre = mean if towards is None else towards
+        truth, guess = ((values.double() - centre).flatten(1) for values in (x0, x0_hat))
         levels, gains = [], []
         for rows in torch.argsort(log_snr).tensor_split(num_bins):
             gain = (truth[rows] * guess[rows]).sum() / (guess[rows] ** 2).sum().clamp_min(1e-30)
@@ -142,8 +154,11 @@ class Transfer:
         if not self.log_snr_range[0] < self.log_snr_range[1]:
             raise InputError(f"log_snr_range must be (low, high) with low < high, but is {self.log_snr_range}")
 
-    def velocity(self, predict: Predict, x: Tensor, t: Tensor) -> Tensor:
-        """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample."""
+    def velocity(self, predict: Predict, x: Tensor, t: Tensor, towards: Tensor | None = None) -> Tensor:
+        """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample.
+
+        `towards`[B or 1, ...] is what a calibrated x0 is drawn to, the cluster's mean by default.
+        """
         if self._is_canonical:
             check_times(t)
             output = predict(x, t)
@@ -151,10 +166,10 @@ class Transfer:
             return output
         if self.conversion is Conversion.PAPER:
             return self._paper(predict, x, _time_for(x, t))
-        x0, eps = self.estimate(predict, x, t)
+        x0, eps = self.estimate(predict, x, t, towards)
         return eps - x0
 
-    def estimate(self, predict: Predict, x: Tensor, t: Tensor) -> Estimate:
+    def estimate(self, predict: Predict, x: Tensor, t: Tensor, towards: Tensor | None = None) -> Estimate:
         """The (x0, eps) behind canonical (x, t), by exact transfer and, if so set, calibrated."""
         if self.conversion is Conversion.PAPER:
             raise InputError("the paper's conversion gives velocities only: use 'exact' or 'calibrated' for x0 and eps")
@@ -173,8 +188,8 @@ class Transfer:
             x0 = torch.where(over(log_snr > cleanest, x).bool(), (x - sigma * eps) / alpha, x0)
         if self.conversion is Conversion.CALIBRATED:
             assert self.calibration is not None
-            mean = self.calibration.mean.to(x.device, x.dtype)
-            if mean.shape != x.shape[1:]:
+            mean = (self.calibration.mean if towards is None else towards).to(x.device, x.dtype)
+            if mean.shape[-len(x.shape[1:]) :] != x.shape[1:]:
                 raise InputError(f"the calibration is for samples {list(mean.shape)}, but x has {list(x.shape[1:])}")
             gain = over(self.calibration.gain_at(LINEAR.log_snr(t)), x)
             shrunk = mean + gain * (x0 - mean)

@@ -20,6 +20,7 @@ from atoll.diffusion.transfer import Calibration, Conversion, Transfer
 from atoll.errors import InputError
 from atoll.files import write_whole
 from atoll.models.dit import DiT
+from atoll.models.prior import TextPrior
 from atoll.models.store import CONFIG, WEIGHTS, folder_of
 
 CALIBRATION = "calibration.safetensors"
@@ -38,6 +39,7 @@ class Expert:
     init: Mapping[str, Any] | None = None  # where the first weights came from; None: random
     license: str = "unknown"
     calibration: Calibration | None = None
+    prior: TextPrior | None = None  # what the calibration draws to; the cluster's mean if there is none
 
     def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
         """How its outputs become canonical velocities."""
@@ -50,6 +52,10 @@ class Expert:
         if self.calibration is not None:
             found = self.calibration
             tensors = {"log_snr": found.log_snr, "gain": found.gain, "mean": found.mean.float().contiguous()}
+            if self.prior is not None:
+                for name in ("weight", "centre", "null"):
+                    tensors[f"text_{name}"] = getattr(self.prior, name).contiguous()
+                tensors["text_limit"] = torch.tensor(self.prior.limit, dtype=torch.float64)
             write_whole(folder / CALIBRATION, lambda staged: save_file(tensors, staged))
         card = {
             "objective": asdict(self.objective),
@@ -76,17 +82,21 @@ class Expert:
         config, shape = network.config, card["latent_space"].get("shape")
         if shape != [config.in_channels, config.input_size, config.input_size]:
             raise InputError(f"{path / CONFIG} has latents {shape}, which its architecture does not take")
-        calibration = None if card.get("calibration") is None else read_calibration(path / CALIBRATION)
+        calibration, prior = (None, None) if card.get("calibration") is None else read_calibration(path / CALIBRATION)
         objective = build(Objective, card.pop("objective"), f"the objective in {path / CONFIG}")
         if calibration is not None and list(calibration.mean.shape) != shape:
             raise InputError(f"{path / CALIBRATION} is of latents {list(calibration.mean.shape)}, not {shape}")
-        return cls(network=network, objective=objective, **{**card, "calibration": calibration})
+        return cls(network=network, objective=objective, **{**card, "calibration": calibration, "prior": prior})
 
 
-def read_calibration(path: Path) -> Calibration:
+def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:
     try:
         tensors = load_file(path)
-        return Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
+        found = Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
+        if "text_weight" not in tensors:
+            return found, None
+        weight, centre, null, limit = (tensors[f"text_{name}"] for name in ("weight", "centre", "null", "limit"))
+        return found, TextPrior(found.mean, weight, centre, null, float(limit))
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing, though the expert's {CONFIG} names it: copy it again") from error
     except (OSError, SafetensorError, KeyError) as error:

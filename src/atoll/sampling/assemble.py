@@ -30,6 +30,7 @@ from atoll.diffusion.objective import OBJECTIVES, Objective
 from atoll.errors import InputError
 from atoll.files import alone, make_readable, read_json, reason_of, write_json
 from atoll.models.centroids import CentroidRouter
+from atoll.models.dit import DiT
 from atoll.models.expert import CALIBRATION, Expert
 from atoll.models.router import Router
 from atoll.models.store import CONFIG, WEIGHTS, folder_of
@@ -121,24 +122,30 @@ def find_model(folder: str | Path, revision: str | None = None) -> Path:
 
 
 def check_part(
-    path: Path, card: Mapping[str, Any], latent_space: Mapping[str, Any], text_encoder: Mapping[str, Any]
+    path: Path,
+    card: Mapping[str, Any],
+    latent_space: Mapping[str, Any],
+    text_encoder: Mapping[str, Any],
+    model: str | Path,
 ) -> None:
-    """Refuse an expert or a router that was made for other latents or other texts than the model's."""
+    """Refuse an expert or a router that was made for other latents or other texts than those of `model`."""
     space = card.get("latent_space") or {}
+    check_frozen(path, space.get("codec") or {}, latent_space["codec"], "codec", model)
     if list(space.get("shape", ())) != list(latent_space["shape"]):
         raise InputError(
-            f"{path} takes latents {space.get('shape')}, not {latent_space['shape']} as the others: leave it out"
+            f"{path} does not fit: it takes latents {space.get('shape')}, not {latent_space['shape']} as the others, "
+            "so give parts that were made from one data set"
         )
-    check_frozen(path, space.get("codec") or {}, latent_space["codec"], "codec")
     if card.get("text_encoder") is not None:  # a router may be blind to the text
-        check_frozen(path, card["text_encoder"], text_encoder, "text encoder")
+        check_frozen(path, card["text_encoder"], text_encoder, "text encoder", model)
 
 
-def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
+def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str, model: str | Path) -> None:
+    """Refuse a part whose codec or text encoder is not that of `model`."""
     if any(theirs.get(key) != ours.get(key) for key in ("fingerprint", "dtype")):
-        told = " and ".join(f"{about.get('spec')} {str(about.get('fingerprint'))[:8]}" for about in (theirs, ours))
+        one, other = (f"{about.get('spec')}, {str(about.get('fingerprint'))[:8]}" for about in (theirs, ours))
         raise InputError(
-            f"{path} does not belong to this model: its {what} is another than that of the other parts ({told}), "
+            f"{path} does not fit: its {what} ({one}) is not that of {model} ({other}), "
             "so give parts that were made from one data set"
         )
 
@@ -181,17 +188,17 @@ def assemble(
     cards = {folder: _about_expert(folder) for folder in folders}
     space: Mapping[str, Any] = {"shape": next(iter(cards.values()))["latent_space"]["shape"], "codec": latents}
     for folder, card in cards.items():
-        check_part(folder, card, space, texts)
+        check_part(folder, card, space, texts, source)
     place = _find_router(given, router, len(folders))
     about_router = None if place is None else _about_router(place)
     if place is not None and about_router is not None:
-        check_part(place, about_router, space, texts)
+        check_part(place, about_router, space, texts, source)
     ordered = _in_order(cards, about_router, place, allow_missing)
 
     parts: dict[str, tuple[Path, Sequence[str]]] = {}
-    for k, folder in enumerate(ordered):
-        if folder is not None:
-            parts[f"expert_{k}"] = folder, KEPT
+    for k, expert in enumerate(ordered):
+        if expert is not None:
+            parts[f"expert_{k}"] = expert, KEPT
     if place is not None:
         parts[ROUTER] = place, KEPT
     for name in (CODEC, TEXT, TOKENIZER):
@@ -290,8 +297,14 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
 
 def _about_expert(folder: Path) -> dict[str, Any]:
     """Its card, after all of it was read and found whole."""
+    kind = read_json(folder / CONFIG, "give the folder of an expert").get("model")
+    if kind != DiT.__name__:
+        raise InputError(f"{folder} is a {kind}, not an expert: give it as --router, if it is one")
     expert = Expert.load(folder)
-    objective = {"name": objective_name(expert.objective), **asdict(expert.objective)}
+    trained = expert.objective
+    objective = {
+        "name": objective_name(trained), "prediction": str(trained.prediction), "schedule": trained.schedule
+    }  # fmt: skip
     return {
         "latent_space": expert.latent_space,
         "text_encoder": expert.text_encoder,
@@ -328,9 +341,14 @@ def _in_order(
     num = int(router["num_experts"])
     for folder, cluster in clusters.items():
         if cluster is None and num > 1:
-            raise InputError(f"{folder} was trained on all of the data, and the router {place} is for {num} clusters")
+            raise InputError(
+                f"{folder} was trained on all of the data, and the router {place} is for {num} clusters: leave it out"
+            )
         if cluster is not None and not (type(cluster) is int and 0 <= cluster < num):
-            raise InputError(f"{folder} is the expert of cluster {cluster}, but the router {place} knows 0 to {num - 1}")
+            raise InputError(
+                f"{folder} is of cluster {cluster}, but the router {place} knows 0 to {num - 1}: leave it out, or give "
+                "the router of its partition"
+            )
     for cluster, count in Counter(clusters.values()).items():
         if count > 1:
             both = " and ".join(str(folder) for folder, found in clusters.items() if found == cluster)

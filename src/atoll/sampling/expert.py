@@ -25,6 +25,7 @@ from atoll.errors import InputError
 from atoll.files import read_json
 from atoll.models.dit import DiT, TextContext
 from atoll.models.expert import CALIBRATION, Expert
+from atoll.models.prior import TextPrior
 from atoll.models.store import CONFIG, WEIGHTS, folder_of
 
 Shape = tuple[int, ...]
@@ -63,10 +64,14 @@ class VelocityExpert:
 
     network: DiT
     transfer: Transfer
+    prior: TextPrior | None = None
 
     @classmethod
     def of(cls, expert: Expert, conversion: Conversion | str | None = None) -> Self:
-        return cls(expert.network, expert.transfer(conversion))
+        transfer = expert.transfer(conversion)
+        draws = transfer.conversion is Conversion.CALIBRATED and expert.prior is not None
+        device = expert.network.patch_embed.weight.device
+        return cls(expert.network, transfer, expert.prior.to(device) if draws and expert.prior else None)
 
     @property
     def prediction(self) -> Prediction:
@@ -87,7 +92,8 @@ class VelocityExpert:
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
         weight = self.network.patch_embed.weight
-        return self.network.read_text(tokens.to(weight.device, weight.dtype), mask)
+        found = self.network.read_text(tokens.to(weight.device, weight.dtype), mask)
+        return found if self.prior is None else found._replace(towards=self.prior.of(tokens, mask))
 
     def velocity(self, x: Tensor, t: Tensor, text: TextContext | None = None) -> Tensor:
         dtype = self.network.patch_embed.weight.dtype
@@ -95,7 +101,7 @@ class VelocityExpert:
         def predict(native_x: Tensor, native_t: Tensor) -> Tensor:
             return self.network(native_x.to(dtype), native_t, text).to(x.dtype)
 
-        return self.transfer.velocity(predict, x, t)
+        return self.transfer.velocity(predict, x, t, None if text is None else text.towards)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +277,7 @@ class Reading:
     def __init__(self, read_text: Callable[[Tensor], TextContext], prompts: Prompts) -> None:
         self.prompts = prompts
         self._read_text = read_text
-        self._texts: dict[int, Tensor] = {}  # [depth, 2, H, L, d/H] each
+        self._texts: dict[int, tuple[Tensor, Tensor | None]] = {}  # [depth, 2, H, L, d/H], and towards[1, C, S, S]
         self._last: tuple[object, TextContext] | None = None
 
     def context(self, rows: Sequence[int], guided: bool = False) -> TextContext:
@@ -287,15 +293,18 @@ class Reading:
             self._last = key, _put_together([self._text(number) for number in wanted])
         return self._last[1]
 
-    def _text(self, number: int) -> Tensor:
+    def _text(self, number: int) -> tuple[Tensor, Tensor | None]:
         if number not in self._texts:
-            blocks = self._read_text(self.prompts.texts[number]).keys_values
-            self._texts[number] = torch.stack([torch.cat(block) for block in blocks])
+            found = self._read_text(self.prompts.texts[number])
+            self._texts[number] = torch.stack([torch.cat(block) for block in found.keys_values]), found.towards
         return self._texts[number]
 
 
-def _put_together(texts: Sequence[Tensor]) -> TextContext:
+def _put_together(read: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
     """Texts[depth, 2, H, L, d/H] read one by one as a batch of them, padded to the longest."""
+    texts = [text for text, _ in read]
+    means = [mean for _, mean in read if mean is not None]
+    towards = torch.cat(means) if means else None
     lengths = torch.tensor([text.shape[3] for text in texts])
     depth, _, heads, _, width = texts[0].shape
     longest = int(lengths.max())
@@ -304,9 +313,9 @@ def _put_together(texts: Sequence[Tensor]) -> TextContext:
         whole[:, :, i, :, : text.shape[3]] = text
     blocks = tuple((keys, values) for keys, values in whole)
     if bool((lengths == longest).all()):
-        return TextContext(blocks, None)
+        return TextContext(blocks, None, towards)
     mask = torch.arange(longest) < lengths[:, None]
-    return TextContext(blocks, mask[:, None, None].to(whole.device))
+    return TextContext(blocks, mask[:, None, None].to(whole.device), towards)
 
 
 # --- guidance -----------------------------------------------------------------------------------------------------

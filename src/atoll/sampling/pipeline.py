@@ -4,11 +4,11 @@ diffusers itself is not needed: its pipeline class would add a dependency of the
 every part at once, where here experts come into memory when they are first needed and may leave it again.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-import warnings
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.data.codecs import load_codec
 from atoll.data.codecs import FOLDER as CODEC
+from atoll.data.codecs import load_codec
 from atoll.data.pretrained import dtype_name
 from atoll.data.sheets import pictures_of
 from atoll.data.text import FOLDER as TEXT
@@ -30,6 +30,7 @@ from atoll.errors import InputError, unknown
 from atoll.files import read_json
 from atoll.models.store import CONFIG, WEIGHTS
 from atoll.sampling.assemble import (
+    INDEX,
     ModelIndex,
     check_frozen,
     check_part,
@@ -72,6 +73,9 @@ class Samples:
 class AtollPipeline:
     """Experts, router, codec and text encoder of one model folder."""
 
+    device: torch.device
+    dtype: torch.dtype | None = None  # of the experts; None: as they were saved
+
     def __init__(
         self,
         folder: Path,
@@ -87,8 +91,8 @@ class AtollPipeline:
         self.conversion = None if conversion is None else Conversion(conversion)
         self.codec = load_codec(folder)
         self.text_encoder = load_text_encoder(folder)
-        check_frozen(folder / CODEC, self.codec.describe(), self.index.latent_space["codec"], "codec")
-        check_frozen(folder / TEXT, self.text_encoder.describe(), self.index.text_encoder, "text encoder")
+        check_frozen(folder / CODEC, self.codec.describe(), self.index.latent_space["codec"], "codec", INDEX)
+        check_frozen(folder / TEXT, self.text_encoder.describe(), self.index.text_encoder, "text encoder", INDEX)
         self.router = None if self.index.router is None else self._open_router(self.index.router["folder"])
         self.to(device, dtype)
         self._interrupt = False
@@ -127,10 +131,10 @@ class AtollPipeline:
 
         Latents stay in single precision, and so does the router: it is small beside them, and decides.
         """
-        self.device = self.device if device is None else get_device(device)
         if dtype is not None and not dtype.is_floating_point:
             raise InputError(f"experts run in float32, bfloat16 or float16, not in {dtype_name(dtype)}")
-        self.dtype: torch.dtype | None = dtype if dtype is not None else getattr(self, "dtype", None)
+        self.device = self.device if device is None else get_device(device)
+        self.dtype = self.dtype if dtype is None else dtype
         for part in (self.codec, self.text_encoder, self.router):
             if isinstance(part, nn.Module):
                 part.to(self.device)
@@ -148,7 +152,7 @@ class AtollPipeline:
     def _open_router(self, name: str) -> Any:
         path = self.folder / name
         router = load_router(path)
-        check_part(path, router.card, self.index.latent_space, self.index.text_encoder)
+        check_part(path, router.card, self.index.latent_space, self.index.text_encoder, INDEX)
         return router.float()
 
     def _open_ensemble(self) -> Ensemble:
@@ -164,7 +168,7 @@ class AtollPipeline:
             return None
         expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device)
         card = read_json(path / CONFIG, "copy it again from its source")
-        check_part(path, card, self.index.latent_space, self.index.text_encoder)
+        check_part(path, card, self.index.latent_space, self.index.text_encoder, INDEX)
         if (found := (card.get("data") or {}).get("cluster")) != cluster:
             raise InputError(f"{path} is the expert of cluster {found}, not of {cluster}: assemble the model again")
         try:
@@ -205,7 +209,7 @@ class AtollPipeline:
 
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
         seeds are drawn from the generator, or from torch's own. `previews` is how many estimates of the final latents
-        each trace shall hold. Where images are split into batches, the callback sees one batch after another.
+        each trace shall hold at most. Where images are split into batches, the callback sees one batch after another.
         """
         prompts, negatives = _texts_of(prompt, negative_prompt)
         if output_type not in OUTPUTS:
@@ -219,19 +223,23 @@ class AtollPipeline:
         get_solver(solver)
         times = uniform_times(num_inference_steps)
         warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
-        prompts, negatives = ([p for p in texts for _ in range(num_images_per_prompt)] for texts in (prompts, negatives))
+        prompts, negatives = (
+            [p for p in texts for _ in range(num_images_per_prompt)] for texts in (prompts, negatives)
+        )
 
         self._interrupt = False
         images: list[Any] = []
         traces: list[ImageTrace] = []
         batches = range(0, len(prompts), batch_size)
         shown = _preview_steps(num_inference_steps, previews)
-        with tqdm(total=len(batches) * num_inference_steps, unit=" steps", disable=not progress, leave=False) as bar:
+        with tqdm(
+            total=len(batches) * num_inference_steps, unit=" steps", disable=None if progress else True, leave=False
+        ) as bar:
             for first in batches:
                 if self._interrupt:
                     break
                 rows = slice(first, first + batch_size)
-                watch = _Watch(self, callback_on_step_end, shown, lambda: bar.update())
+                watch = _Watch(self, callback_on_step_end, shown, bar.update)
                 encoded = Prompts.encode(self.text_encoder, prompts[rows], negatives[rows])
                 try:
                     latents = generate(
@@ -316,7 +324,7 @@ class _Watch:
         ]
 
 
-class _Interrupted(Exception):  # noqa: N818
+class _Interrupted(Exception):
     """The caller has set `_interrupt`, as one does with diffusers; it never leaves this module."""
 
     def __init__(self, latents: Tensor) -> None:
@@ -359,9 +367,7 @@ def warn_of_long_texts(encoder: TextEncoder, texts: set[str]) -> None:
             )
 
 
-def _texts_of(
-    prompt: str | Sequence[str], negative: str | Sequence[str] | None
-) -> tuple[Sequence[str], Sequence[str]]:
+def _texts_of(prompt: str | Sequence[str], negative: str | Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
     """The prompts, and as many negative ones."""
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else list(negative)
@@ -397,16 +403,14 @@ def _seeds_of(
     generators = [generator] * num if generator is None or isinstance(generator, torch.Generator) else list(generator)
     if len(generators) != num:
         raise InputError(f"there are {len(generators)} generators for {num} images: give one, or one for each")
-    return [
-        int(torch.randint(2**63 - 1, (), generator=g, device="cpu" if g is None else g.device)) for g in generators
-    ]
+    return [int(torch.randint(2**63 - 1, (), generator=g, device="cpu" if g is None else g.device)) for g in generators]
 
 
 def _preview_steps(num_steps: int, num: int) -> frozenset[int]:
-    """Steps spread evenly over the run, the first and the last among them."""
+    """At most `num` steps, as far apart as each other, from the first on."""
     if type(num) is not int or num < 0:
         raise InputError(f"previews must be a whole number of at least 0, but is {num!r}")
-    return frozenset(round(i * (num_steps - 1) / max(num - 1, 1)) for i in range(num))
+    return frozenset(range(0, num_steps, -(-num_steps // num))) if num else frozenset()
 
 
 def _joined(parts: list[Any]) -> Any:

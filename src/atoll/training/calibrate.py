@@ -1,5 +1,6 @@
 """An expert on held-out data of its cluster: its loss at each noise level, and how far its x0 can be trusted."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,13 @@ from atoll.data.text import TextEncoder
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import estimate
 from atoll.diffusion.transfer import Calibration
+from atoll.models.centroids import mean_token
+from atoll.models.prior import TextPrior
 from atoll.training.rows import Rows
 
 EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
 NUM_BINS = 24
+MOST_FOR_PRIOR = 20_000  # captions; more say the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +30,21 @@ class Judgement:
     calibration: Calibration
 
 
+def measure_prior(rows: Rows, text: TextEncoder, device: torch.device) -> TextPrior:
+    """What the captions of a cluster alone say of its pictures."""
+    chosen = rows.train
+    if len(chosen) > MOST_FOR_PRIOR:
+        chosen = np.sort(np.random.default_rng(0).choice(chosen, MOST_FOR_PRIOR, replace=False))
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, len(chosen), 500):
+            some = chosen[first : first + 500]
+            yield mean_token(*text.encode(rows.tokens(some).to(device))).cpu(), rows.latents(some)
+
+    null = mean_token(*text.encode(text.null_ids().to(device)))[0].cpu()
+    return TextPrior.fit(batches(), rows.mean, null)
+
+
 def judge(
     network: nn.Module,
     objective: Objective,
@@ -34,6 +53,7 @@ def judge(
     device: torch.device,
     num: int,
     batch: int,
+    prior: TextPrior,
 ) -> Judgement:
     """`num` denoisings of held-out rows, at times spread evenly over the objective's own [0, 1]."""
     pool = rows.judged_by(num)
@@ -42,17 +62,23 @@ def judge(
     t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
     t = t[torch.randperm(num, generator=generator)]
     t = objective.path.inside(t)
-    losses, x0s, guesses = [], [], []
+    losses, x0s, guesses, means = [], [], [], []
     for first in range(0, num, batch):
         part = slice(first, first + batch)
         x0, guess, loss = _denoise(network, objective, rows, text, device, chosen[part], t[part], generator)
         losses.append(loss)
         x0s.append(x0)
         guesses.append(guess)
+        means.append(prior.of(*(part.cpu() for part in text.encode(rows.tokens(chosen[part]).to(device)))))
     loss = torch.cat(losses)
     log_snr = objective.path.log_snr(t.double())
     calibration = Calibration.fit(
-        torch.cat(x0s), torch.cat(guesses), log_snr, rows.mean.float(), min(NUM_BINS, max(1, num // 8))
+        torch.cat(x0s),
+        torch.cat(guesses),
+        log_snr,
+        rows.mean.float(),
+        min(NUM_BINS, max(1, num // 8)),
+        torch.cat(means),
     )
     places = torch.bucketize(log_snr, torch.tensor(EDGES, dtype=torch.float64))
     by_level = [loss[places == place] for place in range(len(EDGES) + 1)]

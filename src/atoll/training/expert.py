@@ -1,6 +1,7 @@
 """Training an expert on its cluster, or the monolith on all of the data."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from atoll.data.pretrained import check_same, fingerprint
 from atoll.data.shards import Dataset
 from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
 from atoll.data.text import load_text_encoder
-from atoll.diffusion.guidance import guided
-from atoll.diffusion.solvers import multistep, uniform_times
+from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
-from atoll.models.dit import DiT, DiTConfig, TextContext
+from atoll.models.dit import DiT, DiTConfig
 from atoll.models.expert import Expert
 from atoll.models.presets import preset
-from atoll.training.calibrate import Judgement, judge
+from atoll.models.prior import TextPrior
+from atoll.sampling.ensemble import Ensemble, generate
+from atoll.sampling.expert import Guidance, Prompts, VelocityExpert
+from atoll.training.calibrate import Judgement, judge, measure_prior
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
 from atoll.training.rows import Rows, bytes_of
@@ -118,7 +121,11 @@ class ExpertTask:
 
     def _judge(self, num: int) -> Judgement:
         batch = self.settings.micro_batch or self.settings.batch
-        return judge(self.network, self.objective, self.rows, self.text, self.device, num, batch)
+        return judge(self.network, self.objective, self.rows, self.text, self.device, num, batch, self.prior)
+
+    @cached_property
+    def prior(self) -> TextPrior:
+        return measure_prior(self.rows, self.text, self.device)
 
     def picture(self) -> Image.Image:
         """Held-out pictures, and below each what the expert makes of its caption."""
@@ -128,7 +135,9 @@ class ExpertTask:
         shown = self.rows.judged_by(IN_A_PICTURE if is_quick(codec) else 4)[:IN_A_PICTURE]
         tokens, mask = self.text.encode(self.rows.tokens(shown).to(self.device))
         null = self.text.encode(self.null_ids.to(self.device))
-        latents = sample_expert(self.as_expert({}), tokens, mask, null, seeds=range(len(shown)))
+        ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])
+        prompts = Prompts.of(tokens, mask, *null)
+        latents = generate(ensemble, prompts, range(len(shown)), guidance=Guidance(2.0), times=uniform_times(24))
         made = pictures_of(codec.decode(latents))
         captions = self.rows.data.texts("caption", shown)
         title = f"{self.rows.name}, {self.settings.objective}"
@@ -145,6 +154,7 @@ class ExpertTask:
             init=self.init,
             license=self.license,
             calibration=None if self.judgement is None else self.judgement.calibration,
+            prior=None if self.judgement is None else self.prior,
         )
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
@@ -154,20 +164,6 @@ class ExpertTask:
         expert = self.as_expert({**training, "held_out": held_out})
         expert.save(folder)
         return [f"an expert of {self.rows.name}, held-out loss {self.judgement.loss:.4f}"]
-
-
-def sample_expert(
-    expert: Expert, tokens: Tensor, mask: Tensor, null: tuple[Tensor, Tensor], seeds: Sequence[int]
-) -> Tensor:
-    """Latents of some texts, by 24 steps with a little guidance."""
-    transfer, network = expert.transfer(), expert.network
-    noise = [torch.randn(expert.latent_space["shape"], generator=torch.Generator().manual_seed(s)) for s in seeds]
-
-    def velocity(x: Tensor, t: Tensor, text: TextContext) -> Tensor:
-        return transfer.velocity(lambda x, t: network(x, t, text), x, t)
-
-    both = network.read_text(tokens, mask), network.read_text(*null)
-    return multistep(guided(velocity, *both, scale=2.0), torch.stack(noise).to(tokens.device), uniform_times(24))
 
 
 def preview_expert(data: Path, cluster: int | None, settings: ExpertSettings, init: Path | None) -> Sequence[str]:

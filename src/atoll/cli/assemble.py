@@ -1,0 +1,38 @@
+"""`atoll assemble`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def assemble(
+    experts: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="EXPERT")],
+    out: Path,
+    router: Path | None = None,
+    data: Path | None = None,
+    allow_missing: bool = False,
+) -> None:
+    """Make one model of experts and a router that were trained apart, after checking that they fit.
+
+    For example:
+      atoll assemble run --data data --out model
+      atoll assemble expert_0 expert_1 expert_2 --router router --data data --out model
+      atoll assemble monolith --data data --out baseline
+
+    Args:
+        experts: Folders that `atoll train` has made, in any order, or one that `atoll train-all` has made.
+        out: The folder to make; an older model there is replaced.
+        router: What `atoll train-router` has made; by default router/ beside the experts. One expert needs none.
+        data: The data set of the experts, for its codec and text encoder; its pictures are not needed.
+        allow_missing: Do without an expert for some of the clusters.
+    """
+    from atoll.sampling.assemble import assemble as put_together
+
+    index = put_together(list(experts), router, out, data, allow_missing=allow_missing)
+    kinds = ", ".join(f"{k} {kind or 'missing'}" for k, kind in enumerate(index.objectives))
+    noun = "expert" if index.num_experts == 1 else "experts"
+    shape = "x".join(map(str, index.latent_space["shape"]))
+    print(f"{out}: {index.num_experts} {noun} ({kinds}), latents {shape}, licence {index.license}")
+    print(f"hash: {index.hash}")
+    print(f'next: atoll sample {out} "a prompt"')

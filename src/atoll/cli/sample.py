@@ -1,0 +1,187 @@
+"""`atoll sample`."""
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+TRACED = 4  # prompts whose first image is on trace.png
+PREVIEWS = 8
+
+
+def sample(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = (),
+    prompts: str | None = None,
+    negative: str = "",
+    num: int = 1,
+    seed: int = 0,
+    steps: int = 20,
+    guidance: float = 2.0,
+    solver: str = "multistep",
+    routing: str = "topk",
+    top_k: int | None = None,
+    threshold: float = 0.1,
+    route_every: int = 1,
+    conversion: str | None = None,
+    max_resident: int | None = None,
+    batch: int = 16,
+    device: str = "auto",
+    dtype: str | None = None,
+    out: Path = Path("samples"),
+    trace: bool = False,
+) -> None:
+    """Make pictures of prompts. The same prompt, seed and settings make the same picture.
+
+    For example:
+      atoll sample model "a pink ghost with a yellow party hat" "a robot" --num 4 --out samples
+      atoll sample model "a pink ghost" --routing full --trace
+      atoll sample model --prompts prompts.txt --max-resident 1
+
+    Args:
+        model: A folder that `atoll assemble` has made, or a hub id.
+        prompt: What to make pictures of; - reads prompts from the standard input, one a line.
+        prompts: A file with one prompt a line; - for the standard input.
+        negative: What pictures shall be led away from; nothing in particular by default.
+        num: Pictures of each prompt.
+        seed: Of the first picture of each prompt; the next has the next number.
+        steps: Of the solver.
+        guidance: How strongly pictures follow the prompt; 1 is no guidance.
+        solver: multistep, euler, heun, midpoint or dpm2m.
+        routing: Which experts make a picture: top1, topk, full, threshold, sample or by_time.
+        top_k: How many, for topk; 2 by default.
+        threshold: Those of at least this probability, for threshold.
+        route_every: Ask the router at every so many evaluations.
+        conversion: calibrated, exact or paper; by default calibrated for experts that carry a calibration.
+        max_resident: How many experts may be in memory at a time; all by default.
+        batch: Pictures at a time.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
+        out: The folder for the pictures and grid.png.
+        trace: Also write trace.json and trace.png: which experts made a picture, and when.
+    """
+    from tqdm import tqdm
+
+    from atoll.data.sheets import save_picture
+    from atoll.errors import InputError
+    from atoll.files import write_json
+    from atoll.sampling.pipeline import AtollPipeline
+    from atoll.sampling.trace import ON_A_GRID, draw_grid, draw_trace, draw_traces, file_name, write_image
+
+    texts = _prompts(prompt, prompts)
+    for name, value, least in (("num", num, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        if value < least:
+            raise InputError(f"--{name} must be at least {least}, but is {value}")
+    jobs = [(text, seed + i) for text in texts for i in range(num)]
+    drawn = {i * num for i in range(min(TRACED, len(texts)))} if trace else set()
+    with _plain_warnings():
+        pipe = AtollPipeline.from_pretrained(
+            model, max_resident=max_resident, dtype=_dtype(dtype), device=device, conversion=conversion
+        )
+        shown: list[Any] = []
+        panels: list[Any] = []
+        traces: list[dict[str, Any]] = []
+        batches = range(0, len(jobs), batch)
+        with tqdm(total=len(batches) * steps, desc="sample", unit=" steps", disable=None, leave=False) as bar:
+
+            def tick(*_: Any) -> None:
+                bar.update()
+
+            for first in batches:
+                some = jobs[first : first + batch]
+                made = pipe(
+                    [text for text, _ in some], seed=[number for _, number in some], negative_prompt=negative,
+                    num_inference_steps=steps, guidance_scale=guidance, solver=solver, routing=routing, top_k=top_k,
+                    threshold=threshold, route_every=route_every, batch_size=batch, callback_on_step_end=tick,
+                    previews=PREVIEWS if drawn else 0, progress=False,
+                )  # fmt: skip
+                assert isinstance(made.images, list)
+                for i, (image, (text, number), path) in enumerate(zip(made.images, some, made.trace, strict=True)):
+                    name = file_name(text, number)
+                    write_image(
+                        image, out / name, prompt=text, negative_prompt=negative, seed=number, model=pipe.index.hash,
+                        settings=made.settings,
+                    )  # fmt: skip
+                    if len(shown) < ON_A_GRID:
+                        shown.append(image)
+                    if trace:
+                        traces.append({"file": name, "prompt": text, "seed": number, **path.describe()})
+                    if first + i in drawn:
+                        import torch
+
+                        previews = pipe.render(torch.stack([preview.x0 for preview in path.previews]))
+                        notes = _notes({"seed": number, **made.settings})
+                        panels.append(draw_trace(path, image, previews, pipe.index.objectives, text, notes))
+    what = f"{len(jobs)} pictures" if len(jobs) <= ON_A_GRID else f"the first {ON_A_GRID} of {len(jobs)} pictures"
+    about = _notes({"model": pipe.index.hash[:12], "seeds from": seed, **made.settings})
+    save_picture(draw_grid(shown, [text for text, _ in jobs[: len(shown)]], f"{what} · {about}"), out / "grid.png")
+    print(f"{out}: {len(jobs)} pictures of {len(texts)} prompts, and grid.png")
+    if trace:
+        write_json(out / "trace.json", {"model": pipe.index.hash, "experts": pipe.index.objectives, "images": traces})
+        save_picture(draw_traces(panels), out / "trace.png")
+        print(f"{out / 'trace.png'}: which experts made {len(panels)} of them; all are in trace.json")
+
+
+def _prompts(arguments: Sequence[str], file: str | None) -> list[str]:
+    from atoll.errors import InputError
+    from atoll.files import reason_of
+
+    texts = [text for argument in arguments for text in (_lines(sys.stdin) if argument == "-" else [argument])]
+    if file == "-":
+        texts += _lines(sys.stdin)
+    elif file is not None:
+        try:
+            texts += _lines(Path(file).read_text(encoding="utf-8").splitlines())
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {file} ({reason_of(error)}): give a text file, a prompt a line") from error
+    if not texts:
+        raise InputError("there is no prompt: give one after the model, or --prompts FILE with one a line")
+    return texts
+
+
+def _lines(lines: Any) -> list[str]:
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    from atoll.errors import unknown
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in known:
+        raise unknown("dtype", name, known)
+    return None if name is None else known[name]
+
+
+def _notes(values: dict[str, Any]) -> str:
+    """What was set, in one line; what is left as it usually is goes without saying."""
+    told = {key: value for key, value in values.items() if value is not None and (key, value) != ("route_every", 1)}
+    return " · ".join(
+        f"{key.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value}"
+        for key, value in told.items()
+    )
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as one line each, once, and without the line of code they came from."""
+    from tqdm import tqdm
+
+    told: set[str] = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if str(message) not in told:
+            tqdm.write(f"atoll: {message}", file=sys.stderr)
+            told.add(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield

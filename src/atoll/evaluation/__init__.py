@@ -1,0 +1,1 @@
+"""How good samples are, in numbers that say what they were measured with."""

@@ -1,0 +1,582 @@
+"""From a model folder and texts to pictures: in Python and by the command."""
+
+import inspect
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from atoll.cli import sample as verb
+from atoll.cli.main import main
+from atoll.diffusion.solvers import EVALUATIONS
+from atoll.errors import InputError
+from atoll.sampling import pipeline as module
+from atoll.sampling.assemble import ModelIndex, assemble
+from atoll.sampling.ensemble import initial_noise
+from atoll.sampling.pipeline import AtollPipeline, Samples
+from atoll.sampling.routing import get_routing
+from atoll.sampling.trace import ImageTrace, draw_grid, draw_trace, file_name, read_metadata, write_image
+from test_assemble import KINDS, edit, parts
+
+PROMPTS = ["a pink ghost with a yellow party hat on a blue background", "a robot", "", "a green frog"]
+FEW = {"num_inference_steps": 4, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    data, run = parts(tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.mktemp("model") / "model"
+    assemble([run], None, folder, data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(model) -> AtollPipeline:
+    return AtollPipeline.from_pretrained(model)
+
+
+@pytest.fixture
+def mine(model, tmp_path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(model, tmp_path / "mine"))
+
+
+def latents(pipe: AtollPipeline, *arguments: object, **options: object) -> torch.Tensor:
+    return pipe(*arguments, **{**FEW, "output_type": "latent", **options}).images
+
+
+class TestSeeds:
+    def test_the_same_again(self, pipe):
+        one, other = (latents(pipe, PROMPTS, seed=3) for _ in range(2))
+        assert torch.equal(one, other)
+        assert not torch.equal(one, latents(pipe, PROMPTS, seed=4))
+
+    @pytest.mark.parametrize("routing", ["topk", "full", "sample", "top1"])
+    def test_alone_or_in_any_batch(self, pipe, routing):
+        together = latents(pipe, PROMPTS, seed=[5, 6, 7, 8], routing=routing)
+        split = latents(pipe, PROMPTS, seed=[5, 6, 7, 8], routing=routing, batch_size=3)
+        torch.testing.assert_close(split, together, atol=1e-4, rtol=0)
+        for i, prompt in enumerate(PROMPTS):
+            alone = latents(pipe, prompt, seed=5 + i, routing=routing)
+            torch.testing.assert_close(alone[0], together[i], atol=1e-4, rtol=0)
+
+    def test_image_i_of_a_prompt_has_the_seed_plus_i(self, pipe):
+        made = pipe(PROMPTS[:2], seed=10, num_images_per_prompt=3, output_type="latent", **FEW)
+        assert made.seeds == (10, 11, 12) * 2
+        assert made.prompts == (PROMPTS[0],) * 3 + (PROMPTS[1],) * 3
+        torch.testing.assert_close(made.images[4:5], latents(pipe, PROMPTS[1], seed=11), atol=1e-4, rtol=0)
+
+    def test_a_seed_a_prompt_or_an_image(self, pipe):
+        assert pipe(PROMPTS[:2], seed=[4, 9], num_images_per_prompt=2, **FEW).seeds == (4, 5, 9, 10)
+        assert pipe(PROMPTS[:2], seed=[4, 9, 2, 2], num_images_per_prompt=2, **FEW).seeds == (4, 9, 2, 2)
+
+    def test_they_can_be_drawn(self, pipe):
+        drawn = [pipe(["a", "b"], generator=torch.Generator().manual_seed(1), **FEW).seeds for _ in range(2)]
+        assert drawn[0] == drawn[1]
+        assert drawn[0][0] != drawn[0][1]
+        each = [torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)]
+        assert pipe(["a", "b"], generator=each, **FEW).seeds[0] == drawn[0][0]
+        torch.manual_seed(1)
+        assert pipe(["a", "b"], **FEW).seeds == drawn[0]
+
+    def test_the_noise_is_that_of_the_seed(self, pipe):
+        seen = []
+        latents(pipe, "a", seed=7, num_inference_steps=1000, callback_on_step_end=lambda p, i, t, v: stop(p, v, seen))
+        torch.testing.assert_close(seen[0], initial_noise([7], pipe.ensemble.shape), atol=0.05, rtol=0)
+
+
+def stop(pipe, values, seen):
+    seen.append(values["latents"].clone())
+    pipe._interrupt = True
+
+
+class TestOutput:
+    def test_types_agree(self, pipe):
+        made = {kind: pipe(PROMPTS[:2], seed=0, output_type=kind, **FEW).images for kind in module.OUTPUTS}
+        assert made["latent"].shape == (2, *pipe.index.latent_space["shape"])
+        assert made["pt"].shape == (2, 3, 32, 32)
+        assert 0 <= float(made["pt"].min()) <= float(made["pt"].max()) <= 1
+        assert np.array_equal(made["np"], made["pt"].permute(0, 2, 3, 1).numpy())
+        assert all(isinstance(image, Image.Image) for image in made["pil"])
+        assert np.abs(np.stack([np.asarray(image) for image in made["pil"]]) / 255 - made["np"]).max() < 0.51 / 255
+        decoded = pipe.codec.decode(made["latent"])
+        assert torch.equal((decoded.clamp(-1, 1) + 1) / 2, made["pt"])
+
+    def test_one_prompt_as_a_text(self, pipe):
+        made = pipe("a robot", seed=0, **FEW)
+        assert isinstance(made, Samples)
+        assert len(made.images) == len(made.seeds) == len(made.trace) == 1
+
+    def test_a_negative_prompt(self, pipe):
+        plain = latents(pipe, "a robot", seed=0)
+        assert torch.equal(plain, latents(pipe, "a robot", seed=0, negative_prompt=""))
+        assert not torch.equal(plain, latents(pipe, "a robot", seed=0, negative_prompt="a hat"))
+        unguided = latents(pipe, "a robot", seed=0, guidance_scale=1)
+        assert torch.equal(unguided, latents(pipe, "a robot", seed=0, guidance_scale=1, negative_prompt="a hat"))
+
+    def test_settings_say_how(self, pipe):
+        made = pipe("a", seed=0, routing="threshold:0.3", solver="heun", guidance_scale=3, **FEW)
+        assert made.settings == {
+            "steps": 4, "guidance": 3, "solver": "heun", "routing": "threshold:0.3", "route_every": 1,
+            "conversion": None, "dtype": None,
+        }  # fmt: skip
+        assert get_routing(made.settings["routing"]).tau == 0.3
+
+
+class TestCallback:
+    def test_it_watches(self, pipe):
+        seen = []
+        made = latents(pipe, ["a", "b"], seed=0,
+                       callback_on_step_end=lambda p, i, t, v: seen.append((p, i, float(t), v)))  # fmt: skip
+        assert [(p is pipe, i, t) for p, i, t, _ in seen] == [(True, i, 1 - i / 4) for i in range(4)]
+        assert torch.equal(seen[-1][3]["latents"], made)
+        assert seen[0][3]["x0"].shape == made.shape
+
+    @pytest.mark.parametrize("solver", EVALUATIONS)
+    def test_it_may_replace_the_latents(self, pipe, solver):
+        fixed = torch.zeros(1, *pipe.ensemble.shape)
+        replaced = latents(pipe, "a", seed=0, solver=solver,
+                           callback_on_step_end=lambda p, i, t, v: {"latents": fixed} if i == 3 else v)  # fmt: skip
+        assert torch.equal(replaced, fixed)
+        early = latents(pipe, "a", seed=0, solver=solver,
+                        callback_on_step_end=lambda p, i, t, v: {"latents": fixed} if i == 0 else {})  # fmt: skip
+        assert not torch.equal(early, latents(pipe, "a", seed=0, solver=solver))
+        with pytest.raises(InputError, match="the callback gave latents"):
+            latents(pipe, "a", seed=0, callback_on_step_end=lambda p, i, t, v: {"latents": fixed[:, :1]})
+
+    def test_it_may_interrupt(self, pipe):
+        steps = []
+
+        def watch(p, i, t, v):
+            steps.append(i)
+            p._interrupt = i == 1
+
+        made = pipe(PROMPTS, seed=0, batch_size=2, callback_on_step_end=watch, **FEW)
+        assert steps == [0, 1]
+        assert len(made.images) == len(made.seeds) == len(made.trace) == len(made.prompts) == 2
+        assert len(pipe(PROMPTS, seed=0, **FEW).images) == 4  # the next run is whole again
+
+    def test_it_may_raise(self, pipe):
+        def fail(*_):
+            raise RuntimeError("enough")
+
+        with pytest.raises(RuntimeError, match="enough"):
+            pipe("a", seed=0, callback_on_step_end=fail, **FEW)
+
+
+class TestTrace:
+    @pytest.mark.parametrize("routing", ["top1", "topk", "full", "threshold", "sample", "by_time"])
+    def test_weights_add_up(self, pipe, routing):
+        made = pipe(PROMPTS, seed=0, routing=routing, batch_size=3, **FEW)
+        for trace in made.trace:
+            assert trace.weights.shape == (4, 3)
+            assert trace.times == (1.0, 0.75, 0.5, 0.25)
+            torch.testing.assert_close(trace.weights.sum(1), torch.ones(4))
+            assert sum(trace.shares) == pytest.approx(1)
+            assert int((trace.weights > 0).sum(1).max()) <= {"topk": 2, "full": 3, "threshold": 3}.get(routing, 1)
+
+    @pytest.mark.parametrize("solver", EVALUATIONS)
+    def test_every_evaluation_is_there(self, pipe, solver):
+        made = pipe("a", seed=0, solver=solver, **FEW)
+        assert len(made.trace[0].times) == 4 * EVALUATIONS[solver] - (solver == "heun")
+
+    def test_previews(self, pipe):
+        made = pipe(["a", "b"], seed=0, num_inference_steps=10, previews=4, progress=False)
+        for trace in made.trace:
+            assert [preview.t for preview in trace.previews] == pytest.approx([1, 0.7, 0.4, 0.1])
+            assert trace.previews[0].x0.shape == pipe.ensemble.shape
+        assert made.trace[0].previews[3].x0 is not made.trace[1].previews[3].x0
+        assert pipe("a", seed=0, **FEW).trace[0].previews == ()
+
+    def test_the_last_preview_is_near_the_image(self, pipe):
+        made = pipe("a", seed=0, num_inference_steps=20, previews=20, output_type="latent", progress=False)
+        torch.testing.assert_close(made.trace[0].previews[-1].x0, made.images[0], atol=0.1, rtol=0.1)
+
+    def test_the_picture_shows_the_weights(self):
+        """Two experts, the second taking over at half time: the colours are where the weights say."""
+        times = tuple(1 - i / 100 for i in range(100))
+        weights = torch.tensor([[1.0, 0.0]] * 50 + [[0.0, 1.0]] * 50)
+        image = Image.new("RGB", (32, 32), "#123456")
+        drawn = draw_trace(ImageTrace(times, weights), image, [], ["fm", "ddpm"], "a title")
+        row = [drawn.getpixel((x, drawn.height - 120)) for x in range(60, 830)]
+        first, second = ((0x0F, 0x71, 0x73), (0xE4, 0x57, 0x2E))
+        assert row[:370].count(first) > 360
+        assert row[400:].count(second) > 360
+
+    def test_pictures_of_awkward_things(self):
+        """More experts than colours or room, a missing one, no text, and a word without end."""
+        trace = ImageTrace((1.0,), torch.full((1, 40), 1 / 40))
+        image = Image.new("RGB", (64, 64))
+        drawn = draw_trace(trace, image, [], [None] * 40, "")
+        assert drawn.width > 900
+        for captions in (["x" * 10000], ["", "b\n\x00\t"], ["猫"] * 40, [str(i) for i in range(300)]):
+            draw_grid([image] * len(captions), captions, "notes " * 100)
+
+
+class TestFolder:
+    def test_round_trip(self, model, pipe, tmp_path):
+        pipe.save_pretrained(tmp_path / "copy")
+        copied = AtollPipeline.from_pretrained(str(tmp_path / "copy"), verify=True)
+        assert copied.index == ModelIndex.read(model)
+        assert torch.equal(latents(copied, PROMPTS, seed=1), latents(pipe, PROMPTS, seed=1))
+
+    def test_one_expert_in_memory_at_a_time(self, model, pipe):
+        paged = AtollPipeline.from_pretrained(model, max_resident=1)
+        for routing in ("full", "topk"):
+            one, other = (latents(p, PROMPTS, seed=1, routing=routing) for p in (paged, pipe))
+            assert torch.equal(one, other)
+        assert sum(paged.ensemble.shelf.is_resident(k) for k in range(3)) == 1
+
+    def test_dtype_and_back(self, model, pipe):
+        other = AtollPipeline.from_pretrained(model, dtype=torch.bfloat16)
+        rounded, whole = latents(other, "a robot", seed=1), latents(pipe, "a robot", seed=1)
+        assert rounded.dtype == torch.float32
+        assert not torch.equal(rounded, whole)
+        torch.testing.assert_close(rounded, whole, atol=0.2, rtol=0.1)
+        assert other("a", seed=0, **FEW).settings["dtype"] == "bfloat16"
+        assert torch.equal(latents(other.to("cpu", torch.float32), "a robot", seed=1), whole)
+
+    def test_conversion(self, model, pipe):
+        exact = AtollPipeline.from_pretrained(model, conversion="exact")
+        assert not torch.equal(latents(exact, "a", seed=0, routing="full"), latents(pipe, "a", seed=0, routing="full"))
+
+    def test_a_monolith(self, tmp_path_factory, tmp_path):
+        data, run = parts(tmp_path_factory.getbasetemp())
+        assemble([run / "monolith"], None, tmp_path / "model", data)
+        made = AtollPipeline.from_pretrained(tmp_path / "model")(PROMPTS, seed=0, **FEW)
+        assert torch.equal(made.trace[0].weights, torch.ones(4, 1))
+
+    def test_a_router_from_centroids(self, tmp_path_factory, tmp_path):
+        data, run = parts(tmp_path_factory.getbasetemp())
+        assemble([run], run / "centroids", tmp_path / "model", data)
+        made = AtollPipeline.from_pretrained(tmp_path / "model")(PROMPTS, seed=0, **FEW)
+        torch.testing.assert_close(made.trace[0].weights.sum(1), torch.ones(4))
+
+    def test_to_the_hub(self, pipe, monkeypatch):
+        """Without a network: what would be uploaded, and a refusal as a sentence."""
+        sent = {}
+
+        class Hub:
+            def __init__(self, token):
+                pass
+
+            def create_repo(self, name, **options):
+                if name == "no":
+                    raise OSError("not allowed")
+
+            def upload_folder(self, **options):
+                sent.update(options)
+                return "there"
+
+        monkeypatch.setattr("atoll.sampling.assemble.HfApi", Hub)
+        assert pipe.push_to_hub("me/model") == "there"
+        assert sent["folder_path"] == pipe.folder
+        assert not any("bin" in pattern for pattern in sent["allow_patterns"])
+        with pytest.raises(InputError, match="the hub did not take no"):
+            pipe.push_to_hub("no")
+
+
+class TestSpoilt:
+    def test_a_missing_expert_warns(self, mine):
+        shutil.rmtree(mine / "expert_1")
+        with pytest.warns(UserWarning, match="expert_1 of 3 experts is missing"):
+            pipe = AtollPipeline.from_pretrained(mine)
+        made = pipe(PROMPTS, seed=0, routing="full", **FEW)
+        assert all(float(trace.weights[:, 1].max()) == 0 for trace in made.trace)
+
+    def test_assembled_without_one(self, tmp_path_factory, tmp_path):
+        data, run = parts(tmp_path_factory.getbasetemp())
+        assemble([run / "expert_0"], run / "router", tmp_path / "model", data, allow_missing=True)
+        with pytest.warns(UserWarning, match="expert_1, expert_2 of 3 experts are missing"):
+            pipe = AtollPipeline.from_pretrained(tmp_path / "model")
+        assert pipe("a", seed=0, **FEW).trace[0].shares == [1, 0, 0]
+
+    @pytest.mark.parametrize("part", ["expert_1", "router", "vae", "text_encoder"])
+    def test_truncated(self, mine, part):
+        path = mine / part / "model.safetensors"
+        content = path.read_bytes()
+        path.unlink()  # it is a link
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(InputError, match=f"{part}/model.safetensors is truncated"):
+            AtollPipeline.from_pretrained(mine)
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "calibration.safetensors"])
+    def test_a_file_of_an_expert_is_missing(self, mine, name):
+        (mine / "expert_1" / name).unlink()
+        with pytest.raises(InputError, match=rf"expert_1/{name}"):
+            AtollPipeline.from_pretrained(mine)("a", seed=0, routing="full", **FEW)
+
+    @pytest.mark.parametrize("part", ["expert_1", "router"])
+    @pytest.mark.parametrize("keys", [("latent_space", "codec", "fingerprint"), ("text_encoder", "fingerprint")])
+    def test_foreign(self, mine, part, keys):
+        edit(mine / part, *keys, value="0" * 64)
+        with pytest.raises(InputError, match=f"{part} does not fit: its .* is not that of model_index.json"):
+            AtollPipeline.from_pretrained(mine)
+
+    @pytest.mark.parametrize(("part", "what"), [("vae", "codec"), ("text_encoder", "text encoder")])
+    def test_a_foreign_codec_or_text_encoder(self, mine, part, what):
+        path = mine / part / "model.safetensors"
+        weights = {name: tensor + 1 for name, tensor in load_file(path).items()}
+        path.unlink()
+        save_file(weights, path)
+        with pytest.raises(InputError, match=f"{part} does not fit: its {what}"):
+            AtollPipeline.from_pretrained(mine)
+
+    def test_experts_that_were_exchanged(self, mine):
+        (mine / "expert_0").rename(mine / "other")
+        (mine / "expert_1").rename(mine / "expert_0")
+        with pytest.raises(InputError, match="expert_0 is the expert of cluster 1, not of 0: assemble the model again"):
+            AtollPipeline.from_pretrained(mine)
+
+    def test_one_that_makes_nan(self, mine):
+        path = mine / "expert_1" / "model.safetensors"
+        weights = {name: torch.full_like(tensor, 3e38) for name, tensor in load_file(path).items()}
+        path.unlink()
+        save_file(weights, path)
+        pipe = AtollPipeline.from_pretrained(mine)
+        with pytest.warns(UserWarning, match="the velocity of expert_1 is not finite: it is left out"):
+            made = pipe("a", seed=0, routing="full", **FEW)
+        assert made.trace[0].shares[1] == 0
+        with pytest.raises(InputError, match="expert_1/model.safetensors is not the file"):
+            AtollPipeline.from_pretrained(mine, verify=True)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("prompt", "options", "sentence"),
+        [
+            ([], {}, "there is no prompt"),
+            (["a", 3], {}, "a prompt must be a text, but one is 3"),
+            ("a", {"negative_prompt": ["b", "c"]}, "2 negative prompts for 1 prompts"),
+            ("a", {"num_inference_steps": 0}, "number of steps must be a whole number of at least 1, but is 0"),
+            ("a", {"num_inference_steps": 2.5}, "number of steps"),
+            ("a", {"guidance_scale": float("nan")}, "guidance scale must be a finite number"),
+            ("a", {"guidance_scale": 1e38}, "not finite"),
+            ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of at least 1"),
+            ("a", {"batch_size": -1}, "batch_size must be a whole number of at least 1"),
+            ("a", {"top_k": 4}, "top_k must be at most the 3 experts of the model, but is 4"),
+            ("a", {"top_k": 0}, "k must be a whole number of at least 1"),
+            ("a", {"routing": "topk:9"}, "top_k must be at most the 3 experts"),
+            ("a", {"routing": "best"}, "unknown routing 'best'"),
+            ("a", {"routing": "oracle"}, "oracle"),
+            ("a", {"routing": "threshold", "threshold": 2}, "tau must lie in"),
+            ("a", {"route_every": 0}, "every must be a whole number of at least 1"),
+            ("a", {"solver": "eulr"}, "unknown solver 'eulr': did you mean 'euler'"),
+            ("a", {"output_type": "jpeg"}, "unknown output type 'jpeg'"),
+            ("a", {"seed": -1}, "a seed must be a whole number from 0"),
+            ("a", {"seed": [1, 2]}, "2 seeds for 1 images"),
+            ("a", {"seed": 1, "generator": torch.Generator()}, "not both"),
+            ("a", {"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
+            ("a", {"previews": -1}, "previews must be"),
+        ],
+    )
+    def test_they_get_a_sentence(self, pipe, prompt, options, sentence):
+        with pytest.raises(InputError, match=sentence):
+            pipe(prompt, **{**FEW, "seed": None if "generator" in options else 0, **options})
+
+    @pytest.mark.parametrize(
+        ("options", "sentence"),
+        [
+            ({"max_resident": 0}, "max_resident must be"),
+            ({"conversion": "magic"}, "unknown conversion 'magic'"),
+            ({"device": "gpu"}, "unknown device 'gpu'"),
+            ({"device": "cuda:99"}, "there is no cuda:99 here"),
+            ({"dtype": torch.int8}, "experts run in float32"),
+        ],
+    )
+    def test_also_when_it_is_opened(self, model, options, sentence):
+        with pytest.raises(InputError, match=sentence):
+            AtollPipeline.from_pretrained(model, **options)
+
+    def test_a_long_prompt_is_cut_with_a_warning(self, pipe):
+        long = "a very long prompt " * 526
+        with pytest.warns(UserWarning, match=r"'a very long prompt .*fills the 32 tokens"):
+            made = latents(pipe, long, seed=0)
+        with pytest.warns(UserWarning, match="fills the 32 tokens"):
+            assert torch.equal(made, latents(pipe, long + " more", seed=0))
+
+    def test_a_short_one_has_none(self, pipe):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pipe(["", "a robot", "word " * 30], seed=0, **FEW)
+
+
+class TestFiles:
+    def test_names_are_safe_and_one_prompt_s_own(self):
+        prompts = ["a red car", "a red car!", "A red car", "a-red-car", "a  red car", " a red car", "", " ", "猫", "犬",
+                   "../../etc/passwd", "x" * 300, "x" * 301, "a\0b", "a\nb", "CON", "\udce9"]  # fmt: skip
+        names = [file_name(prompt, 7) for prompt in prompts]
+        assert names[0] == "a-red-car-7.png"
+        assert len(set(names)) == len(names)
+        for name in names:
+            assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.")
+            assert len(name) < 100
+            assert not name.startswith((".", "-"))
+
+    @pytest.mark.parametrize("prompt", ["a red car", "", "naïve 猫 \u202e 👩‍🚀", "line\nbreak", "x" * 20000])
+    def test_metadata_round_trip(self, tmp_path, prompt):
+        about = {"prompt": prompt, "negative_prompt": "é", "seed": 2**62, "model": "f" * 64,
+                 "settings": {"guidance": 2.5, "conversion": None}}  # fmt: skip
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        write_image(image, tmp_path / "a.png", **about)
+        assert read_metadata(tmp_path / "a.png") == about
+        assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(image))
+
+    def test_other_pictures_have_none(self, tmp_path):
+        Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+        Image.new("RGB", (4, 4)).save(tmp_path / "a.jpg")
+        (tmp_path / "b.png").write_text("no picture")
+        for name in ("a.png", "a.jpg", "b.png", "c.png"):
+            with pytest.raises(InputError, match=f"{name}.*: give a PNG that `atoll sample` has made"):
+                read_metadata(tmp_path / name)
+
+
+class TestCommand:
+    def run(self, model: Path, out: Path, *arguments: object) -> None:
+        main(["sample", str(model), "--steps", "4", "--out", str(out), *map(str, arguments)])
+
+    def test_pictures_that_say_how_they_were_made(self, model, pipe, tmp_path, capsys):
+        self.run(model, tmp_path, "a robot", "a green frog", "--num", 2, "--seed", 3, "--negative", "a hat")
+        assert "4 pictures of 2 prompts" in capsys.readouterr().out
+        names = ["a-green-frog-3.png", "a-green-frog-4.png", "a-robot-3.png", "a-robot-4.png", "grid.png"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        about = read_metadata(tmp_path / "a-green-frog-4.png")
+        assert (about["prompt"], about["negative_prompt"], about["seed"]) == ("a green frog", "a hat", 4)
+        assert about["model"] == pipe.index.hash
+        how = about["settings"]
+        again = pipe(
+            about["prompt"], negative_prompt=about["negative_prompt"], seed=about["seed"], solver=how["solver"],
+            num_inference_steps=how["steps"], guidance_scale=how["guidance"], routing=how["routing"], progress=False,
+        )  # fmt: skip
+        made, seen = np.asarray(again.images[0]), np.asarray(Image.open(tmp_path / "a-green-frog-4.png"))
+        assert np.abs(made.astype(int) - seen).max() <= 1
+
+    def test_run_again_it_makes_the_same(self, model, tmp_path):
+        for _ in range(2):
+            self.run(model, tmp_path / "a", "a robot", "")
+        self.run(model, tmp_path / "b", "a robot", "", "--batch", 1, "--max-resident", 1)
+        for path in (tmp_path / "a").glob("*-0.png"):
+            one, other = (np.asarray(Image.open(tmp_path / name / path.name)).astype(int) for name in "ab")
+            assert np.abs(one - other).max() <= 1
+
+    def test_trace(self, model, pipe, tmp_path):
+        self.run(model, tmp_path, *"abcdef", "--trace", "--routing", "full", "--num", 2)
+        told = json.loads((tmp_path / "trace.json").read_text())
+        assert told["experts"] == list(KINDS)
+        assert told["model"] == pipe.index.hash
+        assert [image["file"] for image in told["images"][:3]] == ["a-0.png", "a-1.png", "b-0.png"]
+        for image in told["images"]:
+            assert (tmp_path / image["file"]).exists()
+            assert [e["t"] for e in image["evaluations"]] == [1, 0.75, 0.5, 0.25]
+            for evaluation in image["evaluations"]:
+                assert sum(evaluation["weights"]) == pytest.approx(1, abs=1e-5)
+        assert Image.open(tmp_path / "trace.png").height > 4 * 300
+
+    def test_prompts_from_a_file_and_from_the_input(self, model, tmp_path, monkeypatch):
+        (tmp_path / "p.txt").write_text("a cat\n\n  a dog  \n", encoding="utf-8")
+        self.run(model, tmp_path / "a", "a robot", "--prompts", tmp_path / "p.txt")
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {
+            "a-cat-0.png", "a-dog-0.png", "a-robot-0.png", "grid.png"
+        }  # fmt: skip
+        for arguments in (["-"], ["--prompts", "-"]):
+            monkeypatch.setattr(sys, "stdin", io.StringIO("a fish\n"))
+            self.run(model, tmp_path / arguments[-1], *arguments)
+            assert (tmp_path / "-" / "a-fish-0.png").exists()
+
+    @pytest.mark.parametrize("routing", ["top1", "full", "threshold", "sample", "by_time"])
+    def test_routings(self, model, tmp_path, routing):
+        self.run(model, tmp_path, "a", "--routing", routing, "--route-every", 2, "--conversion", "exact")
+        assert read_metadata(tmp_path / "a-0.png")["settings"]["conversion"] == "exact"
+
+    def test_warnings_are_plain_lines_told_once(self, mine, tmp_path, capsys):
+        shutil.rmtree(mine / "expert_1")
+        self.run(mine, tmp_path / "a", "a", "b", "--batch", 1, "--prompts", self.long(tmp_path))
+        told = capsys.readouterr().err.strip().split("\n")
+        assert len(told) == 2
+        assert told[0].startswith("atoll: expert_1 of 3 experts is missing")
+        assert told[1].startswith("atoll: the prompt 'word word")
+
+    def long(self, folder: Path) -> Path:
+        (folder / "long.txt").write_text("word " * 2000)
+        return folder / "long.txt"
+
+    @pytest.mark.parametrize(
+        ("arguments", "sentence"),
+        [
+            ([], "there is no prompt: give one after the model, or --prompts FILE"),
+            (["--prompts", "nowhere.txt"], "cannot read nowhere.txt (No such file or directory)"),
+            (["a", "--steps", "0"], "number of steps must be a whole number of at least 1"),
+            (["a", "--guidance", "nan"], "guidance scale must be a finite number"),
+            (["a", "--top-k", "9"], "top_k must be at most the 3 experts"),
+            (["a", "--num", "0"], "--num must be at least 1"),
+            (["a", "--batch", "0"], "--batch must be at least 1"),
+            (["a", "--seed", "-1"], "--seed must be at least 0"),
+            (["a", "--seed", str(2**63)], "a seed must be a whole number from 0"),
+            (["a", "--solver", "magic"], "unknown solver 'magic'"),
+            (["a", "--routing", "top2"], "unknown routing 'top2': did you mean"),
+            (["a", "--dtype", "int8"], "unknown dtype 'int8'"),
+            (["a", "--device", "gpu"], "unknown device 'gpu'"),
+            (["a", "--out", "/proc/samples"], "cannot write /proc/samples"),
+        ],
+    )
+    def test_mistakes_get_one_sentence(self, model, tmp_path, capsys, arguments, sentence):
+        with pytest.raises(SystemExit) as end:
+            self.run(model, tmp_path / "a", *arguments)
+        assert end.value.code == 2
+        told = capsys.readouterr().err.strip()
+        assert told.startswith("atoll: ")
+        assert sentence in told
+        assert "\n" not in told
+        assert not (tmp_path / "a").exists()
+
+    def test_a_folder_that_is_no_model(self, tmp_path, tmp_path_factory, capsys):
+        _, run = parts(tmp_path_factory.getbasetemp())
+        for folder, sentence in ((tmp_path, "there is no"), (run / "expert_0", "is a part, not a model")):
+            with pytest.raises(SystemExit):
+                self.run(folder, tmp_path / "a", "a")
+            assert sentence in capsys.readouterr().err
+
+    def test_its_defaults_are_the_pipeline_s(self):
+        """They are written twice, for --help must not wait for torch."""
+        chosen = {name: p.default for name, p in inspect.signature(verb.sample).parameters.items()}
+        expected = {"steps": module.DEFAULT_STEPS, "guidance": module.DEFAULT_GUIDANCE,
+                    "solver": module.DEFAULT_SOLVER, "routing": module.DEFAULT_ROUTING,
+                    "threshold": module.DEFAULT_THRESHOLD, "batch": module.DEFAULT_BATCH}  # fmt: skip
+        assert {name: chosen[name] for name in expected} == expected
+        assert f"for topk; {module.DEFAULT_TOP_K} by default" in verb.sample.__doc__
+
+    def test_help_is_quick(self):
+        program = """
+import sys
+from atoll.cli.main import main
+try:
+    main([sys.argv[1], "--help"])
+finally:
+    assert "torch" not in sys.modules and "PIL" not in sys.modules
+"""
+        for name in ("sample", "assemble"):
+            run = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr
+            assert "For example" in run.stdout
+
+
+def test_the_command_as_a_process(model, tmp_path):
+    """As a user runs it, with its output in a file: no bar, no Python in the warnings."""
+    command = [sys.executable, "-m", "atoll.cli.main", "sample", str(model), "word " * 50, "--steps", "2"]
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(run.stderr.strip().split("\n")) == 1
+    assert run.stderr.startswith("atoll: the prompt 'word word")
+    assert (tmp_path / "samples" / "grid.png").exists()
