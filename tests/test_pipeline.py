@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from atoll.cli import sample as verb
 from atoll.cli.main import main
+from atoll.data.prepare import Settings as PrepareSettings
+from atoll.data.prepare import prepare
+from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
 from atoll.sampling import pipeline as module
@@ -26,7 +30,8 @@ from atoll.sampling.ensemble import initial_noise
 from atoll.sampling.pipeline import AtollPipeline, Samples
 from atoll.sampling.routing import get_routing
 from atoll.sampling.trace import ImageTrace, draw_grid, draw_trace, file_name, read_metadata, write_image
-from test_assemble import KINDS, edit, parts
+from atoll.training.expert import train_expert
+from test_assemble import KINDS, QUICK, edit, parts
 
 PROMPTS = ["a pink ghost with a yellow party hat on a blue background", "a robot", "", "a green frog"]
 FEW = {"num_inference_steps": 4, "progress": False}
@@ -261,6 +266,24 @@ class TestFolder:
         assemble([run], run / "centroids", tmp_path / "model", data)
         made = AtollPipeline.from_pretrained(tmp_path / "model")(PROMPTS, seed=0, **FEW)
         torch.testing.assert_close(made.trace[0].weights.sum(1), torch.ones(4))
+
+    def test_with_the_vae_and_clip_of_stable_diffusion(self, kl, clip, tmp_path, monkeypatch):
+        """Tiny ones of the very classes: with a tokenizer, a codec of its own dtype, and texts that are cut."""
+        monkeypatch.setattr("atoll.training.expert.JUDGED_AT_THE_END", 64)
+        prepare(Source("shapes", num=40, size=32), tmp_path / "data",
+                PrepareSettings(size=32, codec=f"vae:{kl}", text=f"clip:{clip}", holdout=0.2), 0,
+                progress=False)  # fmt: skip
+        train_expert(tmp_path / "data", None, replace(QUICK, steps=2), tmp_path / "expert", progress=False)
+        index = assemble([tmp_path / "expert"], None, tmp_path / "model", tmp_path / "data")
+        assert {Path(name).parts[0] for name in index.files} == {"expert_0", "vae", "text_encoder", "tokenizer"}
+        shutil.rmtree(tmp_path / "data")
+        pipe = AtollPipeline.from_pretrained(tmp_path / "model", verify=True)
+        pipe.save_pretrained(tmp_path / "copy")
+        copied = AtollPipeline.from_pretrained(tmp_path / "copy")
+        assert torch.equal(latents(pipe, ["a cat", ""], seed=0), latents(copied, ["a cat", ""], seed=0))
+        assert pipe("a cat", seed=0, **FEW).images[0].size == (32, 32)
+        with pytest.warns(UserWarning, match="fills the 16 tokens"):
+            pipe("a cat " * 20, seed=0, **FEW)
 
     def test_to_the_hub(self, pipe, monkeypatch):
         """Without a network: what would be uploaded, and a refusal as a sentence."""
