@@ -3,8 +3,8 @@
     python benchmarks/memory.py [--steps 10]    # trains small models on the CPU, with and without checkpointing
     python benchmarks/memory.py --table         # the tables of docs/hardware.md: computed, nothing is trained
 
-Prediction and training each have a process of their own, as `atoll train --dry-run` and `atoll train` do. Training is the
-loop that trains experts, states and the finished network written by it included; its data is random numbers.
+Prediction and training each have a process of their own, as `atoll train --dry-run` and `atoll train` do. Training is
+the loop that trains experts, states and the finished network written by it included; its data is random numbers.
 """
 
 import os
@@ -15,7 +15,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,15 +28,18 @@ from torch import Tensor, nn
 from atoll.diffusion.objective import get_objective
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
+from atoll.models.router import Router, RouterConfig
 from atoll.training.loop import Tensors, train
 from atoll.training.memory import (
     CUDA_BASE,
+    FLOAT,
     Kernels,
     Storages,
     in_words,
     largest_micro_batch,
     peak_resident,
     predict,
+    return_freed_memory,
 )
 from atoll.training.settings import ExpertSettings
 
@@ -148,13 +151,111 @@ def main() -> None:
         if args.do == "predict":
             print(predict(case.config, settings, text_length=case.text_length).total)
             return
+        if args.checkpointing:
+            return_freed_memory()
         with TemporaryDirectory() as folder:
             train(lambda device: Noise(case), settings, Path(folder), progress=False)
         print(peak_resident())
 
 
 def print_tables() -> None:
-    pass
+    settings = ExpertSettings(batch=4096, device="cpu")
+    cuda = {"text_length": 77, "device_type": "cuda", "bf16": True}
+    config = DiTConfig(**preset("xl/2"))
+    print("Fixed parts\n")
+    print("| model | parameters | weights | gradients | optimiser | EMA | CUDA itself | together |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in ("b/2", "l/2", "xl/2"):
+        found = predict(DiTConfig(**preset(name)), replace(settings, micro_batch=1), **cuda)  # type: ignore[arg-type]
+        parts = (found.weights, found.gradients, found.optimiser, found.ema, found.base)
+        row(name, f"{found.weights / 4e6:.0f}M", *map(in_words, parts), in_words(sum(parts)))
+
+    print("\nxl/2 by micro-batch\n")
+    print("| micro-batch | activations | other | total | activations, checkpointed | other | total |")
+    print("|---|---|---|---|---|---|---|")
+    for num in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        cells: list[str] = []
+        for checkpointing in (False, True):
+            trial = replace(settings, micro_batch=num, checkpointing=checkpointing)
+            found = predict(config, trial, **cuda)  # type: ignore[arg-type]
+            cells += [in_words(found.activations), in_words(found.batch + found.other), in_words(found.total)]
+        row(num, *cells)
+
+    print("\nThe largest micro-batch\n")
+    sizes = (12, 16, 24, 48, 80)
+    print("| model | checkpointing |", " | ".join(f"{size} GB" for size in sizes), "|")
+    print("|---|---|" + "---|" * len(sizes))
+    for name in ("b/2", "l/2", "xl/2"):
+        for checkpointing in (False, True):
+            trial = replace(settings, checkpointing=checkpointing)
+            fits = [
+                largest_micro_batch(DiTConfig(**preset(name)), trial, size * 10**9, **cuda)  # type: ignore[arg-type]
+                for size in sizes
+            ]
+            row(name, "yes" if checkpointing else "no", *(num or "none" for num in fits))
+
+    print("\nOn disk\n")
+    print("| model | an expert, fp32 | bf16 | a state | states while training |")
+    print("|---|---|---|---|---|")
+    for name in ("b/2", "l/2", "xl/2"):
+        weights = FLOAT * num_parameters(DiTConfig(**preset(name)))
+        row(name, *map(in_words, (weights, weights // 2, 4 * weights, 3 * 4 * weights)))
+
+    print("\nSampling with 8 x xl/2 in bf16, one picture\n")
+    expert = 2 * num_parameters(config)
+    parts = {
+        "CUDA itself": CUDA_BASE,
+        "router, b/2 in fp32": FLOAT * num_parameters(RouterConfig(**preset("b/2"))),
+        "text encoder, CLIP-L in fp32": FLOAT * 123_060_480,
+        "activations of an expert, with guidance": sampling_activations(config),
+        "VAE in fp32, with activations of a decoded picture": sum(decoder()),
+    }
+    for name, size in parts.items():
+        row(name, in_words(size))
+    print()
+    for num in (8, 2, 1):
+        row(f"{num} in memory", in_words(num * expert), in_words(num * expert + sum(parts.values())))
+
+
+def row(*cells: object) -> None:
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def num_parameters(config: DiTConfig | RouterConfig) -> int:
+    with torch.device("meta"):
+        network = Router(config) if isinstance(config, RouterConfig) else DiT(config)
+    return sum(p.numel() for p in network.parameters())
+
+
+@torch.no_grad()
+def sampling_activations(config: DiTConfig) -> int:
+    """The most bytes of a forward pass of two samples, one of them for guidance, with the text that was read."""
+    with torch.device("meta"):
+        network = DiT(config).bfloat16()
+        x = torch.empty(2, config.in_channels, config.input_size, config.input_size, dtype=torch.bfloat16)
+        text = torch.empty(2, 77, config.text_dim or 1, dtype=torch.bfloat16)
+    with Storages() as watch, Kernels(bf16=False, device_type="cuda"):
+        network(x, torch.empty(2, device="meta"), text)
+    return watch.peak
+
+
+@torch.no_grad()
+def decoder() -> tuple[int, int]:
+    """Bytes of Stable Diffusion's VAE, and the most that decoding a picture of 256 pixels adds."""
+    from diffusers import AutoencoderKL
+
+    with torch.device("meta"):
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            block_out_channels=(128, 256, 512, 512),
+            layers_per_block=2,
+            latent_channels=4,
+        )
+        latents = torch.empty(1, 4, 32, 32)
+    with Storages() as watch:
+        vae.decode(latents)
+    return FLOAT * sum(p.numel() for p in vae.parameters()), watch.peak
 
 
 if __name__ == "__main__":

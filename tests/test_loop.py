@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -210,6 +211,62 @@ class TestResume:
         assert toy.calls == 8
         assert weights(tmp_path / "a") == weights(tmp_path / "whole")
 
+    def test_the_default_warm_up_does_not_come_back(self, tmp_path):
+        run(tmp_path / "a", replace(TOY, steps=40))
+        run(tmp_path / "a", replace(TOY, steps=400, eval_every=400))
+        rates = [line["lr"] for line in read_metrics(tmp_path / "a") if "lr" in line]
+        assert all(rate == 1e-3 for rate in rates[1:])
+
+    def test_a_finished_run_keeps_its_metrics_without_its_states(self, tmp_path):
+        run(tmp_path / "a")
+        before = figures(tmp_path / "a")
+        shutil.rmtree(tmp_path / "a" / "state")
+        toy, told = run(tmp_path / "a")
+        assert "trained already, to step 12" in told[0]
+        assert toy.calls == 0
+        assert figures(tmp_path / "a") == before
+
+    def test_what_only_saves_memory_may_change(self, tmp_path):
+        run(tmp_path / "a")
+        toy, _ = run(tmp_path / "a", replace(TOY, steps=14, warmup=None, micro_batch=2, checkpointing=True))
+        assert toy.finished == 1
+
+    def test_a_folder_of_something_else_is_refused(self, tmp_path):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "novel.txt").write_text("Chapter 1")
+        with pytest.raises(InputError, match=r"holds novel.txt and is not a run of atoll: choose another --out"):
+            run(tmp_path / "a")
+        assert (tmp_path / "a" / "novel.txt").read_text() == "Chapter 1"
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [("run.json", "{"), ("run.json", '{"settings": []}'), ("run.json", "3"), ("metrics.jsonl", None)],
+    )
+    def test_a_damaged_run_is_a_sentence(self, tmp_path, name, content):
+        run(tmp_path / "a", replace(TOY, steps=4))
+        (tmp_path / "a" / name).unlink()
+        if content is None:
+            (tmp_path / "a" / name).mkdir()
+        else:
+            (tmp_path / "a" / name).write_text(content)
+        with pytest.raises(InputError, match=name if content != '{"settings": []}' else "cannot be read"):
+            run(tmp_path / "a")
+
+    def test_bytes_in_the_metrics_that_are_no_text(self, tmp_path):
+        run(tmp_path / "a", replace(TOY, steps=4))
+        (tmp_path / "a" / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+        toy, _ = run(tmp_path / "a")
+        assert toy.finished == 1
+
+    def test_only_states_are_touched(self, tmp_path):
+        run(tmp_path / "a", replace(TOY, steps=4))
+        copy = tmp_path / "a" / "state" / "000000004 copy.safetensors"
+        copy.write_bytes(b"a backup")
+        (tmp_path / "a" / "state" / ".000000005.safetensors.tmp").write_bytes(b"half")
+        run(tmp_path / "a", replace(TOY, save_every=1, keep_last=1, keep_every=7))
+        assert copy.read_bytes() == b"a backup"
+        assert not list((tmp_path / "a" / "state").glob(".*"))
+
     def test_another_run_is_refused(self, tmp_path):
         run(tmp_path / "a")
         with pytest.raises(InputError, match=r"was begun with lr 0.001, not 0.01: give the same command to go on"):
@@ -265,10 +322,36 @@ class TestTrouble:
 
     def test_then_it_stops_in_words(self, tmp_path):
         with pytest.raises(InputError, match=r"in steps 4 to 8, at a learning rate of 0.001, also after going back"):
-            run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call > 4 else 1))
+            run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call > 6 else 1))
         assert [int(p.stem) for p in state.saved(tmp_path / "a" / "state")] == [0, 4]
         resumed, _ = run(tmp_path / "a")  # the cause is gone: the last good state is as good as it was
         assert resumed.finished == 1
+
+    def test_a_state_that_fails_at_once_was_broken_when_it_was_saved(self, tmp_path, capsys):
+        longer = replace(TOY, steps=20)
+        toy, _ = run(tmp_path / "a", longer, lambda call, loss: loss * (math.nan if 9 <= call < 14 else 1))
+        assert toy.finished == 1
+        assert "going back to step 4" in capsys.readouterr().err
+
+    def test_a_state_saved_amid_bad_steps_is_not_one_to_go_back_to(self, tmp_path):
+        def bad_then_stop(call, loss):
+            if call == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss * (math.nan if call >= 6 else 1)
+
+        run(tmp_path / "a", fault=bad_then_stop)
+        assert [int(p.stem) for p in state.saved(tmp_path / "a" / "state")] == [4, 7]
+        assert not state.was_good(tmp_path / "a" / "state" / "000000007.safetensors")
+        toy, _ = run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call <= 3 else 1))
+        assert toy.finished == 1
+        lines = read_metrics(tmp_path / "a")
+        assert [line["rolled_back_from"] for line in lines if "rolled_back_from" in line] == [10]
+        assert toy.calls == 3 + 8
+
+    def test_figures_that_are_not_finite_are_null(self, tmp_path):
+        journal = Journal(tmp_path, 0)
+        journal.write({"step": 1, "held_out": math.nan, "by": [1.0, math.inf]})
+        assert read_metrics(tmp_path) == [{"step": 1, "held_out": None, "by": [1.0, None]}]
 
     def test_a_learning_rate_that_diverges(self, tmp_path, capsys):
         with pytest.raises(InputError, match="begin again with a lower --lr"):
@@ -323,7 +406,8 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("name", "value"),
         [("steps", 0), ("batch", -1), ("lr", math.nan), ("lr", -1.0), ("ema", 1.5), ("precision", "fp8"),
-         ("lr_schedule", "linear"), ("seed", -1), ("micro_batch", 0), ("clip", 0.0), ("text_dropout", 2.0)],
+         ("lr_schedule", "linear"), ("seed", -1), ("micro_batch", 0), ("clip", 0.0), ("text_dropout", 2.0),
+         ("beta2", 1.0), ("threads", 10**9), ("batch", 10**12)],
     )  # fmt: skip
     def test_refused(self, name, value):
         with pytest.raises(InputError, match=name):
@@ -340,6 +424,8 @@ class TestSettings:
     def test_devices(self):
         with pytest.raises(InputError, match="unknown device 'gpu'"):
             _ = Settings(device="gpu").torch_device
+        with pytest.raises(InputError, match="not one to train on"):
+            _ = Settings(device="meta").torch_device
         if not torch.cuda.is_available():
             with pytest.raises(InputError, match="there is no cuda here"):
                 _ = Settings(device="cuda").torch_device

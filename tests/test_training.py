@@ -384,11 +384,9 @@ class TestTeam:
         common = ["train", str(data), "--cluster", "0", *flags(steps=25, **{"log-every": 1, "sample-every": 0})]
         one = subprocess.run(command(*common, "--out", tmp_path / "one"), capture_output=True, text=True, check=False)
         assert one.returncode == 0, one.stderr
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
-                  "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-                  "--num_cpu_threads_per_process", "1", "--main_process_port", "0", "-m", "atoll.cli.main"]  # fmt: skip
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "atoll.cli.main"]
         two = subprocess.run(
-            [*launch, *common, "--out", str(tmp_path / "two"), "--micro-batch", "3"],
+            [*launch, *common, "--out", str(tmp_path / "two"), "--micro-batch", "3", "--device", "cpu"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert two.returncode == 0, two.stderr
@@ -397,7 +395,8 @@ class TestTeam:
         apart = max(abs(a - b) for a, b in zip(*curves, strict=True))
         report(f"loss curve of two processes against one with twice the batch each: {apart:.1e} apart at most")
         assert apart < 1e-4
-        Expert.load(tmp_path / "two")
+        assert Expert.load(tmp_path / "two").training["processes"] == 2
+        assert Expert.load(tmp_path / "one").training["processes"] == 1
 
 
 class TestCommand:
@@ -466,6 +465,22 @@ class TestCommand:
             main(["train", str(data), "--recipe", str(tmp_path / "r.toml"), "--out", str(tmp_path / "a")])
         assert sentence in capsys.readouterr().err
 
+    def test_a_run_does_not_lie_among_its_data(self, data, tmp_path, capsys):
+        for verb in (["train", str(data), "--cluster", "0"], ["train-router", str(data)], ["train-all", str(data)],
+                     ["train-router", str(data), "--method", "centroids"]):  # fmt: skip
+            with pytest.raises(SystemExit):
+                main([*verb, "--out", str(data / "text_encoder")])
+            assert "choose an --out outside of the data" in capsys.readouterr().err
+
+    def test_a_trained_router_is_not_overwritten(self, data, tmp_path, capsys):
+        router = ["train-router", str(data), "--out", str(tmp_path / "r")]
+        main([*router, *flags(steps=3, **{"sample-every": 0})])
+        before = (tmp_path / "r" / "model.safetensors").read_bytes()
+        with pytest.raises(SystemExit):
+            main([*router, "--method", "centroids"])
+        assert "holds a Router: choose another --out" in capsys.readouterr().err
+        assert (tmp_path / "r" / "model.safetensors").read_bytes() == before
+
     def test_train_all(self, data, tmp_path, capsys):
         chosen = ["train-all", str(data), "--objectives", "1ddpm:2fm", "--router", "--out", str(tmp_path / "run")]
         main([*chosen, *flags(steps=10, **{"sample-every": 0})])
@@ -518,6 +533,50 @@ class TestBadData:
         (tmp_path / "init" / "config.json").write_text(json.dumps(config))
         with pytest.raises(InputError, match="prepared with another codec"):
             train_expert(data, 0, QUICK, tmp_path / "a", init=tmp_path / "init", progress=False)
+
+    @pytest.mark.parametrize("key", ["counts", "latent_shape", "text", "license", "codec", "source"])
+    def test_a_dataset_json_that_lacks_something(self, data, tmp_path, key):
+        broken = copy_of(data, tmp_path / "d")
+        about = json.loads((broken / "dataset.json").read_text())
+        del about[key]
+        (broken / "dataset.json").write_text(json.dumps(about))
+        with pytest.raises(InputError, match=f"has no '{key}'"):
+            train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
+
+    def test_a_missing_codec_shows_at_once(self, data, tmp_path):
+        broken = copy_of(data, tmp_path / "d")
+        shutil.rmtree(broken / "vae")
+        with pytest.raises(InputError, match="vae"):
+            train_expert(broken, 1, replace(QUICK, sample_every=30), tmp_path / "a", progress=False)
+        assert not (tmp_path / "a" / "state").exists()
+
+    def test_no_rows_held_out(self, data, tmp_path):
+        broken = copy_of(data, tmp_path / "d")
+        for path in (broken / "clusters").rglob("*.safetensors"):
+            if path.name[0].isdigit():
+                tensors = load_file(path)
+                save_file({**tensors, "split": torch.zeros_like(tensors["split"])}, path)
+        told = train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
+        assert "training rows, for none are held out" in told[-1]
+
+    def test_a_cluster_with_nothing_to_train_on(self, data, tmp_path):
+        broken = copy_of(data, tmp_path / "d")
+        for path in (broken / "clusters" / "01").glob("*.safetensors"):
+            tensors = load_file(path)
+            save_file({**tensors, "split": torch.ones_like(tensors["split"])}, path)
+        with pytest.raises(InputError, match="has no pictures to train on"):
+            train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
+        train_router(broken, RouterSettings(model="xs/1", steps=2, batch=8), tmp_path / "r", progress=False)
+
+    def test_first_weights_of_another_kind_or_size(self, data, tmp_path):
+        train_router(data, RouterSettings(model="xs/1", steps=2, batch=8), tmp_path / "r", progress=False)
+        with pytest.raises(InputError, match="describes a 'Router', not a DiT"):
+            train_expert(data, 0, QUICK, tmp_path / "a", init=tmp_path / "r", progress=False)
+        train_expert(data, 0, replace(QUICK, steps=2), tmp_path / "init", progress=False)
+        with pytest.raises(InputError, match="is of size 64x2/1, not 64x3/1"):
+            train_expert(
+                data, 0, replace(QUICK, model="64x3/1"), tmp_path / "a", init=tmp_path / "init", progress=False
+            )
 
     def test_a_router_needs_clusters(self, shapes, tmp_path):
         with pytest.raises(InputError, match="atoll partition"):

@@ -12,7 +12,7 @@ def train_all(
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
     out: Path,
     settings: Annotated[ExpertSettings, tyro.conf.arg(name="")],
-    objectives: str = "fm",
+    objectives: str | None = None,
     experts: str = "all",
     router: bool = False,
     at_a_time: int | None = None,
@@ -31,9 +31,9 @@ def train_all(
     Args:
         data: A folder that `atoll prepare` and `atoll partition` have made.
         out: The folder to make: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
-        settings: How to train each; `objective` is set by --objectives.
+        settings: How to train each.
         objectives: Which expert gets which objective: one name for all, 2ddpm:6fm for the first two and the other six,
-            or 0=ddpm,3=ddpm,*=fm by number.
+            or 0=ddpm,3=ddpm,*=fm by number; --objective for all by default.
         experts: Which experts to train: all, or numbers such as 0,2.
         router: Train the router too, as one more process; its settings are the recipe's, or else the experts'.
         at_a_time: How many to train at a time.

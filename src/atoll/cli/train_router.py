@@ -31,12 +31,14 @@ def train_router(
         recipe: A TOML file with settings in a table [router]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
-    from atoll.errors import unknown
+    from atoll.errors import InputError, unknown
     from atoll.training import router
 
     del recipe  # read before the flags were: main.py
     if method not in ("network", "centroids"):
         raise unknown("method", method, ("network", "centroids"))
+    if dry_run and method == "centroids":
+        raise InputError("a router from centroids is made in seconds: leave --dry-run out")
     if method == "centroids":
         lines = router.make_centroid_router(data, settings, out)
     elif dry_run:

@@ -62,6 +62,8 @@ class Shard:
         return [name for name in self._spans if "." not in name]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._spans:
+            raise InputError(f"{self.path} has no column {name!r}: copy it again from its source")
         dtype, shape, first, last = self._spans[name]
         return _mapped(self.path, self._version)[first:last].view(dtype).reshape(shape)
 
@@ -123,6 +125,7 @@ class Dataset:
         about = read_json(folder / "dataset.json", "give a folder that `atoll prepare` has made")
         if about.get("format") != FORMAT:
             raise InputError(f"{folder} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
+        _check_described(folder, about)
         if not about.get("complete"):
             raise InputError(f"{folder} is not finished: run the same `atoll prepare` command again to go on")
         if cluster is None:
@@ -178,6 +181,17 @@ class Dataset:
 
     def size_on_disk(self) -> int:
         return sum(shard.path.stat().st_size for shard in self.shards)
+
+
+def _check_described(folder: Path, about: Mapping[str, Any]) -> None:
+    """Whether a dataset.json says what all that reads it must know."""
+    needed = {"counts": dict, "source": dict, "settings": dict, "codec": dict, "text": dict, "features": dict}
+    for name, kind in {**needed, "latent_shape": list, "license": str}.items():
+        if not isinstance(about.get(name), kind):
+            raise InputError(f"{folder}/dataset.json has no {name!r} that can be read: copy it again from its source")
+    for part in ("codec", "text", "features"):
+        if not isinstance(about[part].get("fingerprint"), str):
+            raise InputError(f"{folder}/dataset.json does not say which {part} it is of: copy it again from its source")
 
 
 def clusters_in(folder: Path) -> Path | None:

@@ -133,7 +133,7 @@ class Transfer:
 
     prediction: Prediction
     schedule: Schedule
-    conversion: Conversion | None = None  # None: calibrated where there is a calibration, else exact
+    conversion: Conversion | None = None  # None: calibrated for EPS where there is a calibration, else exact
     calibration: Calibration | None = None
     safeguards: Safeguards = field(default_factory=Safeguards)
     log_snr_range: tuple[float, float] | None = None
@@ -145,8 +145,10 @@ class Transfer:
             object.__setattr__(self, "schedule", get_schedule(self.schedule))
         if self.log_snr_range is None:
             object.__setattr__(self, "log_snr_range", self.schedule.log_snr_range)
-        default = Conversion.EXACT if self.calibration is None else Conversion.CALIBRATED
         object.__setattr__(self, "prediction", Prediction(self.prediction))
+        # Only the x0 of EPS is an error divided by alpha; the others gain little, and shrinking costs variety.
+        needs_it = self.prediction is Prediction.EPS and self.calibration is not None
+        default = Conversion.CALIBRATED if needs_it else Conversion.EXACT
         object.__setattr__(self, "conversion", Conversion(self.conversion or default))
         if self.conversion is Conversion.CALIBRATED and self.calibration is None:
             raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")

@@ -83,13 +83,13 @@ class Stored(nn.Module):
     def _from_config(cls, path: Path) -> Self:
         """The network that a config describes, without memory for its weights."""
         about = read_json(path, f"a model is a folder with {CONFIG} and {WEIGHTS}, copy it again from its source")
-        unexpected = sorted(set(about) - {"format", "model", "architecture"} - cls.card_keys)
-        if unexpected:
-            raise InputError(f"{path} has the unknown key {unexpected[0]!r}: a newer atoll may have written it")
         if about.get("format") != FORMAT:
             raise InputError(f"{path} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
         if about.get("model") != cls.__name__:
             raise InputError(f"{path} describes a {about.get('model')!r}, not a {cls.__name__}: give the right folder")
+        unexpected = sorted(set(about) - {"format", "model", "architecture"} - cls.card_keys)
+        if unexpected:
+            raise InputError(f"{path} has the unknown key {unexpected[0]!r}: a newer atoll may have written it")
         config: Any = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
         with torch.device("meta"):
             model = cls(config)

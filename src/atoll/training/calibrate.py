@@ -32,9 +32,7 @@ class Judgement:
 
 def measure_prior(rows: Rows, text: TextEncoder, device: torch.device) -> TextPrior:
     """What the captions of a cluster alone say of its pictures."""
-    chosen = rows.train
-    if len(chosen) > MOST_FOR_PRIOR:
-        chosen = np.sort(np.random.default_rng(0).choice(chosen, MOST_FOR_PRIOR, replace=False))
+    chosen = rows.some(MOST_FOR_PRIOR)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, len(chosen), 500):
@@ -68,7 +66,7 @@ def judge(
         x0, guess, loss = _denoise(network, objective, rows, text, device, chosen[part], t[part], generator)
         losses.append(loss)
         x0s.append(x0)
-        guesses.append(guess)
+        guesses.append(torch.nan_to_num(guess, 0.0, 0.0, 0.0))  # a network that has diverged is judged all the same
         means.append(prior.of(*(part.cpu() for part in text.encode(rows.tokens(chosen[part]).to(device)))))
     loss = torch.cat(losses)
     log_snr = objective.path.log_snr(t.double())

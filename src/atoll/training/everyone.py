@@ -10,6 +10,7 @@ from atoll.errors import InputError
 from atoll.files import alone, read_json
 from atoll.training.fleet import Job, find_slots, parse_objectives, run_jobs
 from atoll.training.router import num_clusters_of
+from atoll.training.rows import refuse_inside
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags, difference, read_recipe
 
 
@@ -17,7 +18,7 @@ def train_everyone(
     data: Path,
     out: Path,
     settings: ExpertSettings,
-    objectives: str,
+    objectives: str | None = None,
     experts: str = "all",
     router: bool = False,
     at_a_time: int | None = None,
@@ -26,7 +27,7 @@ def train_everyone(
 ) -> Sequence[str]:
     """Each expert by the command that would train it alone; returns what to tell the user."""
     num = num_clusters_of(Dataset.open(data, partial=True))
-    kinds = parse_objectives(objectives, num)
+    kinds = parse_objectives(objectives or settings.objective, num)
     chosen = _numbers(experts, num)
     slots = find_slots(settings.device)
     if at_a_time is not None:
@@ -40,9 +41,13 @@ def train_everyone(
             _job(f"expert {k} {kinds[k]}", ["train", str(data), "--cluster", str(k)], out / f"expert_{k}", mine)
         )
     if router:
+        # What differs from the recipe was set by flags, and flags are for everyone.
         shared = {f.name: getattr(settings, f.name) for f in fields(Settings)}
-        plan = RouterSettings(**shared) if recipe is None else read_recipe(recipe, RouterSettings)
+        usual = None if recipe is None else read_recipe(recipe, ExpertSettings)
+        flags = {name: value for name, value in shared.items() if usual is None or getattr(usual, name) != value}
+        plan = replace(RouterSettings() if recipe is None else read_recipe(recipe, RouterSettings), **flags)
         jobs.append(_job("router", ["train-router", str(data)], out / "router", plan))
+    refuse_inside(out, data)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.data.codecs import load_codec
+from atoll.data.codecs import Codec, load_codec
 from atoll.data.pretrained import check_same, fingerprint
 from atoll.data.shards import Dataset
 from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
@@ -27,7 +27,7 @@ from atoll.sampling.expert import Guidance, Prompts, VelocityExpert
 from atoll.training.calibrate import Judgement, judge, measure_prior
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
-from atoll.training.rows import Rows, bytes_of
+from atoll.training.rows import Rows, bytes_of, refuse_inside
 from atoll.training.settings import ExpertSettings
 
 JUDGED, JUDGED_AT_THE_END = 512, 2048
@@ -52,6 +52,12 @@ class ExpertTask:
         self.license = str(data.about["license"])
         self.network = self._make_network(init)
         self.judgement: Judgement | None = None
+        self.rows.latents(self.rows.judged_by(JUDGED))  # what is damaged or missing shows now, not hours later
+        self.codec: Codec | None = None
+        if settings.sample_every:
+            self.codec = load_codec(data.folder)
+            if isinstance(self.codec, nn.Module):
+                self.codec.to(device)
 
     def _make_network(self, init: Path | None) -> DiT:
         channels, size, _ = self.rows.shape
@@ -61,6 +67,12 @@ class ExpertTask:
                 return DiT(DiTConfig(**sizes))
         network = DiT.from_pretrained(init, dtype=torch.float32)
         found, card = network.config, network.card
+        asked = preset(self.settings.model, input_size=found.input_size)
+        if self.settings.model != type(self.settings)().model and any(
+            getattr(found, name) != value for name, value in asked.items()
+        ):
+            theirs_is = f"{found.hidden_size}x{found.depth}/{found.patch_size}"
+            raise InputError(f"{init} is of size {theirs_is}, not {self.settings.model}: leave --model out with --init")
         if (found.in_channels, found.input_size) != (channels, size):
             raise InputError(
                 f"{init} was made for latents {[found.in_channels, found.input_size, found.input_size]}, but "
@@ -94,7 +106,7 @@ class ExpertTask:
         return bytes_of(self.text)
 
     def describe(self) -> dict[str, Any]:
-        return {"data": self.rows.describe(), "init": self.init}
+        return {"data": self.rows.identity(), "init": self.init}
 
     def read(self, rows: NDArray[np.int64]) -> Tensors:
         at = self.rows.train[rows]
@@ -109,10 +121,7 @@ class ExpertTask:
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (rows, x0, ids), (t, eps, dropped) = batch, drawn
         ids = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
-        try:
-            tokens, mask = self.text.encode(ids)
-        except InputError as error:
-            raise self.rows.damaged_text(rows, error) from error
+        tokens, mask = self.rows.encode(self.text, ids, rows)
         return self.objective.loss(lambda x, t: network(x, t, tokens, mask), x0, eps, t)
 
     def evaluate(self) -> Mapping[str, Any]:
@@ -127,11 +136,11 @@ class ExpertTask:
     def prior(self) -> TextPrior:
         return measure_prior(self.rows, self.text, self.device)
 
-    def picture(self) -> Image.Image:
+    def picture(self) -> Image.Image | None:
         """Held-out pictures, and below each what the expert makes of its caption."""
-        codec = load_codec(self.rows.data.folder)
-        if isinstance(codec, nn.Module):
-            codec.to(self.device)
+        codec = self.codec
+        if codec is None:
+            return None
         shown = self.rows.judged_by(IN_A_PICTURE if is_quick(codec) else 4)[:IN_A_PICTURE]
         tokens, mask = self.text.encode(self.rows.tokens(shown).to(self.device))
         null = self.text.encode(self.null_ids.to(self.device))
@@ -160,10 +169,14 @@ class ExpertTask:
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Measure on more held-out data than before, and write the expert."""
         self.judgement = self._judge(JUDGED_AT_THE_END)
-        held_out = {"loss": self.judgement.loss, "by_log_snr": self.judgement.loss_by_log_snr}
-        expert = self.as_expert({**training, "held_out": held_out})
+        on = self.rows.measured_on
+        held_out = {"loss": self.judgement.loss, "by_log_snr": self.judgement.loss_by_log_snr, "on": on}
+        config = self.network.config
+        size = f"{config.hidden_size}x{config.depth}/{config.patch_size}"
+        settings = {**training["settings"], "model": self.settings.model if self.init is None else size}
+        expert = self.as_expert({**training, "settings": settings, "held_out": held_out})
         expert.save(folder)
-        return [f"an expert of {self.rows.name}, held-out loss {self.judgement.loss:.4f}"]
+        return [f"an expert of {self.rows.name}, loss {self.judgement.loss:.4f} on {on}"]
 
 
 def preview_expert(data: Path, cluster: int | None, settings: ExpertSettings, init: Path | None) -> Sequence[str]:
@@ -182,4 +195,5 @@ def train_expert(
 ) -> Sequence[str]:
     """An expert of one cluster, or with None the monolith; the folder `out` is the expert when it is finished."""
     dataset = Dataset.open(data, cluster)
+    refuse_inside(out, data)
     return train(lambda device: ExpertTask(dataset, settings, device, init), settings, out, progress)

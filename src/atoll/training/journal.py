@@ -1,6 +1,7 @@
 """What a run writes down as it goes: metrics.jsonl always, TensorBoard where it is installed."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ NAME = "metrics.jsonl"
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run, without one that is cut short."""
     try:
-        lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
+        lines = (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise InputError(
+            f"cannot read {folder / NAME} ({reason_of(error)}): remove it, or choose another --out"
+        ) from error
     found = []
     for line in lines:
         try:
@@ -36,7 +41,7 @@ class Journal:
         self.path = folder / NAME
         kept = [line for line in read_metrics(folder) if line["step"] <= step]
         content = "".join(_line(line) for line in kept)
-        if not self.path.exists() or self.path.read_text(encoding="utf-8") != content:
+        if not self.path.exists() or self.path.read_text(encoding="utf-8", errors="replace") != content:
             write_whole(self.path, lambda staged: staged.write_text(content, encoding="utf-8"))
         self.board = _tensorboard(folder, step)
 
@@ -66,7 +71,14 @@ class Journal:
 
 
 def _line(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, allow_nan=False) + "\n"
+    return json.dumps({name: _finite(value) for name, value in values.items()}, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not finite is null."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -234,6 +234,10 @@ class Run:
             state.save(folder, self.tensors(), self.progress)
             state.prune(folder, self.settings.keep_last, self.settings.keep_every)
 
+    def is_sound(self) -> bool:
+        """Whether this is a state to come back to."""
+        return self.progress.bad_in_a_row == 0 and all(bool(torch.isfinite(w).all()) for w in self.weights)
+
     def load(self, path: Path) -> None:
         self.progress = state.load(path, self.tensors())
         for p in self.weights:
@@ -267,56 +271,84 @@ def train(
     """Train until settings.steps, from where the folder's last state is; returns what to tell the user."""
     team = Team(settings)
     with team.holding(folder):
-        return Session(make_task(team.device), settings, folder, team, progress).go()
+        if team.leads and not (folder / "run.json").exists():
+            refuse_foreign(folder)
+        return Session(made(make_task, team.device), settings, folder, team, progress).go()
+
+
+def made(make_task: Callable[[torch.device], Task], device: torch.device) -> Task:
+    """The task; a network that is too large for this machine is a sentence."""
+    try:
+        return make_task(device)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "alloc" in str(error):
+            raise InputError("this machine has too little memory for the model: choose a smaller --model") from error
+        raise
+
+
+def refuse_foreign(folder: Path) -> None:
+    """A run begins in a folder of its own."""
+    for path in sorted(folder.iterdir()):
+        if path.name != "log.txt" and not path.name.startswith("."):
+            raise InputError(f"{folder} holds {path.name} and is not a run of atoll: choose another --out")
 
 
 class Session:
     """One process's part of a run: from the last state to the end, or to a signal."""
 
     def __init__(self, task: Task, settings: Settings, folder: Path, team: Team, progress: bool) -> None:
-        self.settings, self.folder, self.team = settings, folder, team
+        self.task, self.folder, self.team = task, folder, team
         self.states = folder / "state"
         self.about = {"format": state.FORMAT, "settings": asdict(settings), **task.describe()}
-        self.finished = self._check_same()
-        self.run = Run(task, settings, team)
-        self.task = task
-        self.resumed_from = self._resume()
-        self.journal = Journal(folder, self.run.progress.step) if team.leads else None
+        self.before: Mapping[str, Any] = {}
+        if (folder / "run.json").exists():
+            self.before = read_json(folder / "run.json", "remove the folder, or choose another --out")
+            self._check_same(settings)
+        # The default depends on the number of steps; more of them must not bring the warm-up back.
+        warmup = self.before.get("warmup_steps")
+        self.settings = replace(settings, warmup=warmup if type(warmup) is int else settings.resolved_warmup)
+        self.about["warmup_steps"] = self.settings.warmup
+        self.run = Run(task, self.settings, team)
         self.shows = progress and team.leads
-        self.stop: signal.Signals | None = None
+        self.journal: Journal | None = None
+        self.told: signal.Signals | None = None  # by a signal
+        self.stop: signal.Signals | None = None  # as the whole team has agreed
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
-    def _check_same(self) -> bool:
-        """Whether this run has been finished; refuses to go on with a run that was another."""
-        path = self.folder / "run.json"
-        if not path.exists():
-            return False
-        before = read_json(path, "remove the folder, or choose another --out")
-        if found := difference(before.get("settings", {}), self.settings):
+    def _check_same(self, settings: Settings) -> None:
+        """Refuse to go on with a run that was another."""
+        if found := difference(self.before.get("settings"), settings):
             raise InputError(f"{self.folder} was begun with {found}: give the same command to go on, or another --out")
         for name in self.about.keys() - {"settings"}:
-            if before.get(name) != self.about[name]:
+            if self.before.get(name) != self.about[name]:
                 raise InputError(f"{self.folder} was begun with another {name.replace('_', ' ')}: choose another --out")
-        return bool(before.get("complete")) and int(before.get("steps_done", 0)) >= self.settings.steps
 
-    def _resume(self) -> int | None:
+    @property
+    def finished_at(self) -> int | None:
+        """The step to which the run has been finished before, if that is far enough."""
+        done = self.before.get("steps_done")
+        complete = self.before.get("complete") is True and type(done) is int and done >= self.settings.steps
+        return done if complete else None
+
+    def _resume(self) -> bool:
         """Go on from the latest state that can be read."""
         found = state.saved(self.states)
         for path in reversed(found):
             try:
                 self.run.load(path)
-                return self.run.progress.step
+                return True
             except InputError as error:
                 if path == found[0]:
-                    raise
-                print(f"atoll: {error}; going on from the state before it", file=sys.stderr)
-        return None
+                    raise InputError(f"{error}, and there is no other: remove {self.states} to begin again") from error
+                print(f"atoll: {error}: going on from the one before it", file=sys.stderr)
+        return False
 
     def go(self) -> Sequence[str]:
+        if self.finished_at is not None:
+            self.run.close()
+            return [f"{self.folder} is trained already, to step {self.finished_at}"]
         try:
-            if self.finished:
-                return [f"{self.folder} is trained already, to step {self.run.progress.step}"]
             return self._go()
         finally:
             self.run.close()
@@ -325,9 +357,12 @@ class Session:
 
     def _go(self) -> Sequence[str]:
         run, settings = self.run, self.settings
+        resumed = self._resume()
         if self.team.leads:
+            state.tidy(self.states)
             write_json(self.folder / "run.json", {**self.about, "complete": False})
-        if self.resumed_from is None:
+            self.journal = Journal(self.folder, run.progress.step)
+        if not resumed:
             run.save(self.states)  # an unwritable place or a full disk shows now, and there is a state to roll back to
         bar = tqdm(
             total=settings.steps,
@@ -352,21 +387,22 @@ class Session:
         begun = time.perf_counter()
         try:
             run.step()
+            run.progress.seconds_summed += time.perf_counter() - begun
+            if run.progress.bad_in_a_row >= MOST_BAD_IN_A_ROW:
+                self._roll_back()
+            else:
+                self._keep_books(bar)
         except InputError:
-            run.save(self.states)
+            if run.progress.bad_in_a_row < MOST_BAD_IN_A_ROW:
+                run.save(self.states)
             raise
         except torch.OutOfMemoryError as error:
             raise InputError(
                 "the device has too little memory: halve --micro-batch, or switch --checkpointing on"
             ) from error
-        if run.progress.bad_in_a_row >= MOST_BAD_IN_A_ROW:
-            self._roll_back()
+        run.progress.seconds += time.perf_counter() - begun
         bar.n = run.progress.step - 1
         bar.update(1)
-        run.progress.seconds += time.perf_counter() - begun
-        begun = time.perf_counter()
-        self._keep_books(bar)
-        run.progress.seconds += time.perf_counter() - begun
 
     def _keep_books(self, bar: Any) -> None:
         """Metrics, held-out figures, pictures and states, each when it is due; states last, so they cover the rest."""
@@ -377,14 +413,14 @@ class Session:
         draws = settings.sample_every > 0 and (step % settings.sample_every == 0 or last)
         if step % settings.eval_every == 0 or draws or last:
             self._evaluate(draws)
-        if (step % settings.save_every == 0 or last) and self.run.progress.bad_in_a_row == 0:
+        if (step % settings.save_every == 0 or last) and self.run.is_sound():
             self.run.save(self.states)
 
     def _log(self, bar: Any) -> None:
         progress = self.run.progress
         if progress.num_summed == 0:
             return
-        spent = max(progress.seconds - progress.seconds_logged, 1e-9)
+        spent = max(progress.seconds_summed, 1e-9)
         done = progress.num_summed * self.settings.batch
         line = {
             "step": progress.step,
@@ -395,9 +431,8 @@ class Session:
             "samples_per_second": round(done / spent, 2),
             "seconds": round(progress.seconds, 3),
         }
-        progress.loss_sum = progress.norm_sum = 0.0
+        progress.loss_sum = progress.norm_sum = progress.seconds_summed = 0.0
         progress.num_summed = 0
-        progress.seconds_logged = progress.seconds
         bar.set_postfix_str(f"loss {line['loss']:.4f}, {done / spent:.0f} samples/s", refresh=False)
         if self.journal is not None:
             self.journal.write(line)
@@ -416,37 +451,42 @@ class Session:
     # --- when things go wrong -------------------------------------------------------------------------------------
 
     def _roll_back(self) -> None:
-        """Once, to the last state; the second time there is no use in going on."""
+        """Once, to the last good state; the second time there is no use in going on."""
         run, progress = self.run, self.run.progress
         rate = self.settings.lr_at(progress.step - 1, run.width)
-        found = state.saved(self.states)
+        first_bad = progress.step - MOST_BAD_IN_A_ROW
         told = (
             f"the loss of {self.folder} was not finite, or a thousand times the first, in steps "
-            f"{progress.step - MOST_BAD_IN_A_ROW} to {progress.step - 1}, at a learning rate of {rate:.3g}"
+            f"{first_bad} to {progress.step - 1}, at a learning rate of {rate:.3g}"
         )
-        if progress.rollbacks or not found:
-            raise InputError(
-                f"{told}, also after going back once: begin again with a lower --lr; "
-                f"the last good state is {found[-1] if found else 'none'}"
-            )
+        good = [path for path in state.saved(self.states) if state.was_good(path)]
+        if len(good) > 1 and int(good[-1].stem) == first_bad:
+            good.pop()  # what fails at once was broken when it was saved
+        if progress.rollbacks or not good:
+            where = f"; the last good state is {good[-1]}" if good else ""
+            raise InputError(f"{told}, also after going back once: begin again with a lower --lr{where}")
         reached, skipped = progress.step, progress.skipped
         self.team.wait()
-        run.load(found[-1])
-        run.progress.rollbacks, run.progress.skipped = 1, skipped
+        run.load(good[-1])
+        run.progress.rollbacks, run.progress.skipped, run.progress.bad_in_a_row = 1, skipped, 0
         self.team.wait()
+        if self.team.leads:
+            for path in state.saved(self.states):
+                if int(path.stem) > run.progress.step:
+                    path.unlink()
         run.save(self.states)
         if self.journal is not None:
             self.journal.close()
             self.journal = Journal(self.folder, run.progress.step)
             self.journal.write({"step": run.progress.step, "rolled_back_from": reached, "skipped": skipped})
-        print(f"atoll: {told}: going back to step {run.progress.step}", file=sys.stderr)
+            print(f"atoll: {told}: going back to step {run.progress.step}", file=sys.stderr)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C end the run after the step at hand; a second Ctrl-C ends it at once."""
 
         def note(number: int, _: Any) -> None:
-            self.stop = signal.Signals(number)
+            self.told = signal.Signals(number)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
         try:
@@ -462,18 +502,19 @@ class Session:
 
     def _agree_to_stop(self) -> None:
         """All processes of an island stop at one step, whichever of them was told to."""
+        told = self.told
         if self.team.size > 1:
-            told = torch.tensor(float(self.stop is not None), device=self.team.device)
-            if float(self.team.mean(told)) > 0:
-                self.stop = self.stop or signal.SIGTERM
+            share = self.team.mean(torch.tensor(float(told is not None), device=self.team.device))
+            told = told or (signal.SIGTERM if float(share) > 0 else None)
+        self.stop = told
 
     def _leave(self) -> Sequence[str]:
         self.run.save(self.states)
         if self.stop is signal.SIGINT:
             raise KeyboardInterrupt
-        step = self.run.progress.step
-        goal = self.settings.steps
-        return [f"{self.folder}: told to stop, saved at step {step} of {goal}; the same command goes on"]
+        step, goal = self.run.progress.step, self.settings.steps
+        told = f"{self.folder}: told to stop, saved at step {step} of {goal}; the same command goes on"
+        return [told] if self.team.leads else []
 
     def _finish(self) -> Sequence[str]:
         progress = self.run.progress
@@ -485,6 +526,7 @@ class Session:
             "samples": progress.updates * self.settings.batch,
             "skipped": progress.skipped,
             "rollbacks": progress.rollbacks,
+            "processes": self.team.size,
             "parameters": sum(p.numel() for p in self.run.weights),
         }
         with self.run.using_averaged():

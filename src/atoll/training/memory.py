@@ -4,11 +4,13 @@ What autograd keeps is not estimated but counted: one update runs on torch's met
 and no data, and every storage is followed from its making to its end.
 """
 
+import ctypes
 import resource
 import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,13 @@ from atoll.training.settings import Settings
 
 FLOAT = 4  # weights, gradients, moments and averages are float32, also under bf16 autocast
 CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
-HOLES = {"cpu": 0.25, "cuda": 0.1}
-"""What an allocator holds beyond what an update asks of it, as a share of that.
-
-Up to 32 MB, glibc takes memory from one heap, where moments and averages end up between activations and leave holes
-too small for the next: 15 to 45% after some updates (benchmarks/memory.py). The share of CUDA's is an assumption.
-"""
+SAVING_COPIES = tuple(map(int, version("safetensors").split(".")[:2])) < (0, 8)
+"""Whether safetensors copies all of a state before it writes. What comes from a GPU is copied by every version, but to
+the host."""
+DEVICES = ("cpu", "cuda")
+HOLES = 0.1  # what an allocator cannot use again, as a share of what an update asks of it; assumed for CUDA
+HEAP_TOP = 64 * 2**20  # what glibc keeps at the end of its heap for later
+MAPPED = 2**20  # blocks from here on are given back at once after `return_freed_memory`
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,10 @@ def predict(
     """The peak of one of `processes` that train `config`; texts have `text_length` tokens.
 
     `base` is measured on a CPU unless given: call this before anything of the run is loaded. `extra` is for what else
-    will be there, such as a text encoder.
+    will be there, such as a text encoder. On a CPU, checkpointing goes with `return_freed_memory`.
     """
-    if device_type not in HOLES:
-        raise unknown("device type", device_type, HOLES)
+    if device_type not in DEVICES:
+        raise unknown("device type", device_type, DEVICES)
     if base is None:
         base = CUDA_BASE if device_type == "cuda" else measure_base()
     num_samples = micro_batch_of(settings, processes)
@@ -107,16 +110,19 @@ def predict(
     batch = num_samples * FLOAT * (4 * latents + 2 * text)
     buckets = gradients if processes > 1 else 0  # in which processes add up their gradients
     asked = gradients + found.kept + found.temporary + batch
+    holes = round(HOLES * asked)
+    if device_type == "cpu":
+        holes = 0 if settings.checkpointing else holes + min(asked, HEAP_TOP)
     return Memory(
         base=base,
         weights=weights,
         gradients=gradients,
         optimiser=2 * gradients,
-        ema=weights,
+        ema=gradients,
         activations=found.kept,
         batch=batch,
-        saving=0,  # safetensors writes tensors from where they are; those of a GPU are copied, but not on the GPU
-        other=found.temporary + buckets + round(HOLES[device_type] * asked) + extra,
+        saving=4 * gradients if SAVING_COPIES and device_type == "cpu" else 0,
+        other=found.temporary + buckets + holes + extra,
     )
 
 
@@ -152,12 +158,14 @@ def largest_micro_batch(
     most = micro_batch_of(replace(settings, micro_batch=None), processes)
     if needed(most) <= available:
         return most
-    # From the second sample on, each takes the same; one sample alone has fewer tensors.
-    two, three = needed(2), needed(3)
-    num = min(2 + (available - two) // (three - two), most - 1) if available >= two else 1
-    while num and needed(num) > available:
-        num -= 1
-    return num
+    fits, too_many = 0, most
+    while too_many - fits > 1:
+        num = (fits + too_many) // 2
+        if needed(num) <= available:
+            fits = num
+        else:
+            too_many = num
+    return fits
 
 
 def micro_batch_of(settings: Settings, processes: int = 1) -> int:
@@ -308,6 +316,18 @@ class _Blocks:
 
     def _size_of_copies(self) -> int:
         return sum(_size(copy) for copy in self.kernels.copies.values())
+
+
+def return_freed_memory() -> None:
+    """Have glibc give large blocks back to the system as soon as they are free, where there is glibc.
+
+    By default it soon keeps blocks of up to 32 MB in one heap, and what remains of an aligned block does not hold
+    another of its size. With checkpointing, activations come and go between those that stay, and the heap grows as if
+    there were none. The price is a quarter more time on one core, for pages that are cleared again and again.
+    """
+    limit = getattr(ctypes.CDLL(None), "mallopt", None)
+    if limit is not None:
+        limit(-3, MAPPED)  # M_MMAP_THRESHOLD
 
 
 def measure_base() -> int:

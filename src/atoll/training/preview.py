@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.training.loop import Run, Task
+from atoll.training.loop import Run, Task, made
 from atoll.training.memory import in_words, largest_micro_batch, measure_base, predict
 from atoll.training.settings import Settings
 from atoll.training.team import Team
@@ -20,7 +20,7 @@ def preview(make_task: Callable[[torch.device], Task], settings: Settings) -> Se
     team = Team(settings)
     on_gpu = team.device.type == "cuda"
     base = None if on_gpu else measure_base()
-    task = make_task(team.device)
+    task = made(make_task, team.device)
     config = task.network.config
     device_type, bf16, extra = team.device.type, settings.uses_bf16, task.frozen_bytes
     memory = predict(
@@ -62,11 +62,15 @@ def _probe(task: Task, settings: Settings, team: Team) -> Sequence[str]:
     """The time a few steps take, nothing being written."""
     run = Run(task, settings, team)
     seconds = []
-    for _ in range(PROBED):
-        begun = time.perf_counter()
-        run.step()
-        seconds.append(time.perf_counter() - begun)
-    run.close()
+    try:
+        for _ in range(PROBED):
+            begun = time.perf_counter()
+            run.step()
+            seconds.append(time.perf_counter() - begun)
+    except torch.OutOfMemoryError:
+        return ["the device has too little memory for a step: halve --micro-batch, or switch --checkpointing on"]
+    finally:
+        run.close()
     step = min(seconds[1:])
     whole = step * settings.steps
     told = f"{whole / 3600:.1f} hours" if whole > 5400 else f"{whole / 60:.1f} minutes"

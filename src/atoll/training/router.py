@@ -21,14 +21,16 @@ from atoll.files import read_json
 from atoll.models.centroids import CentroidRouter, mean_token
 from atoll.models.presets import preset
 from atoll.models.router import Router, RouterConfig
-from atoll.training.loop import Tensors, seeded, train
+from atoll.training.loop import Tensors, refuse_foreign, seeded, train
 from atoll.training.preview import preview
-from atoll.training.rows import Rows, bytes_of
+from atoll.training.rows import Rows, bytes_of, refuse_inside
 from atoll.training.settings import RouterSettings
+from atoll.training.team import Team
 
 JUDGED, JUDGED_AT_THE_END = 1024, 4096
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is told
 CONFIDENCE_BINS = 15
+MOST_FOR_CENTROIDS = 100_000
 IMAGE_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
@@ -62,7 +64,7 @@ class RouterTask:
         return bytes_of(self.text)
 
     def describe(self) -> dict[str, Any]:
-        return {"data": self.rows.describe(), "num_experts": self.num_experts}
+        return {"data": self.rows.identity(), "num_experts": self.num_experts}
 
     def read(self, rows: NDArray[np.int64]) -> Tensors:
         at = self.rows.train[rows]
@@ -81,10 +83,7 @@ class RouterTask:
         if not self.settings.text:
             return F.cross_entropy(network(x, t).float(), labels, reduction="none")
         ids = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
-        try:
-            tokens, mask = self.text.encode(ids)
-        except InputError as error:
-            raise self.rows.damaged_text(rows, error) from error
+        tokens, mask = self.rows.encode(self.text, ids, rows)
         return F.cross_entropy(network(x, t, tokens, mask).float(), labels, reduction="none")
 
     def evaluate(self) -> Mapping[str, Any]:
@@ -112,10 +111,7 @@ class RouterTask:
     def from_centroids(self) -> tuple[CentroidRouter, dict[str, Any]]:
         """The router that needs no training, at the image_scale which suits held-out data best, and how good it is."""
         text = self.text if self.settings.text else None
-        found = [
-            centroid_router(self.rows, self.labels, self.num_experts, text, self.device, scale)
-            for scale in IMAGE_SCALES
-        ]
+        found = centroid_routers(self.rows, self.labels, self.num_experts, text, self.device)
         judged = [calibrated(self.answers(router, JUDGED_AT_THE_END)) for router in found]
         best = min(range(len(found)), key=lambda i: judged[i]["loss"])
         return found[best], judged[best]
@@ -187,7 +183,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     def loss(inverse: float) -> float:
         return float(F.cross_entropy(logits * inverse, labels))
 
-    low, high = math.log(1e-3), math.log(1e3)
+    low, high = math.log(0.05), math.log(20)  # where answers are all right, or all wrong, there is no best one
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = loss(math.exp(left)), loss(math.exp(right))
@@ -247,16 +243,18 @@ def report(held_out: Mapping[str, Any], name: str) -> Sequence[str]:
     ]
 
 
-def centroid_router(
-    rows: Rows, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device, image_scale: float
-) -> CentroidRouter:
-    """From the means and variances of each cluster's latents and texts, in one pass over what is trained on."""
-    counts = torch.bincount(labels[rows.train], minlength=num).double()
+def centroid_routers(
+    rows: Rows, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
+) -> list[CentroidRouter]:
+    """From the means and variances of each cluster's latents and texts, in one pass; one for each of IMAGE_SCALES."""
+    chosen = rows.some(MOST_FOR_CENTROIDS)
+    sizes = torch.bincount(labels[rows.train], minlength=num).double().clamp_min(1)  # none is impossible
+    counts = torch.bincount(labels[chosen], minlength=num).double()
     total, square = torch.zeros(num, *rows.shape, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
     width = 0 if text is None else text.dim
     texts, outer = torch.zeros(num, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
-    for first in range(0, len(rows.train), 1024):
-        at = rows.train[first : first + 1024]
+    for first in range(0, len(chosen), 1024):
+        at = chosen[first : first + 1024]
         latents, label = rows.latents(at).double(), labels[at]
         total.index_add_(0, label, latents)
         square.index_add_(0, label, (latents**2).flatten(1).mean(1))
@@ -269,15 +267,23 @@ def centroid_router(
     variances = (square / there - (means**2).flatten(1).mean(1)).clamp_min(0)
     text_means = None if text is None else texts / there[:, None]
     within = None if text_means is None else (outer - (text_means.T * counts) @ text_means) / counts.sum()
-    router = CentroidRouter.fit(means, variances, counts, text_means, within, image_scale=image_scale)
-    return router.float().to(device)
+    routers = (
+        CentroidRouter.fit(means, variances, sizes, text_means, within, image_scale=scale) for scale in IMAGE_SCALES
+    )
+    return [router.float().to(device) for router in routers]
 
 
 def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Sequence[str]:
     """The router that needs no training, as a folder like that of a trained one."""
+    refuse_inside(out, data)
     task = RouterTask(Dataset.open(data), settings, settings.torch_device)
-    router, held_out = task.from_centroids()
-    task.write(router, out, held_out, {"method": "centroids"})
+    with Team(settings).holding(out):
+        if (out / "config.json").exists() and named_model(out) != CentroidRouter.__name__:
+            raise InputError(f"{out} holds a {named_model(out)}: choose another --out")
+        if not (out / "config.json").exists():
+            refuse_foreign(out)
+        router, held_out = task.from_centroids()
+        task.write(router, out, held_out, {"method": "centroids"})
     return [f"{out}: made from centroids", *report(held_out, "from centroids")]
 
 
@@ -289,10 +295,20 @@ def preview_router(data: Path, settings: RouterSettings) -> Sequence[str]:
 
 def num_clusters_of(data: Dataset) -> int:
     found = read_json(data.folder / "clusters" / "partition.json", f"run `atoll partition {data.folder} --experts K`")
-    return int(found["num_clusters"])
+    num = found.get("num_clusters")
+    if type(num) is not int or num < 1:
+        raise InputError(
+            f"{data.folder}/clusters/partition.json does not say how many clusters there are: partition again"
+        )
+    return num
+
+
+def named_model(folder: Path) -> str:
+    return str(read_json(folder / "config.json", "choose another --out").get("model"))
 
 
 def train_router(data: Path, settings: RouterSettings, out: Path, progress: bool = True) -> Sequence[str]:
     """The router of a partitioned data set; the folder `out` is the router when it is finished."""
     dataset = Dataset.open(data)
+    refuse_inside(out, data)
     return train(lambda device: RouterTask(dataset, settings, device), settings, out, progress)

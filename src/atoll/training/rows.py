@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.text import TextEncoder
 from atoll.errors import InputError
 
+MOST_FOR_MOMENTS = 50_000  # rows: a mean is known to half a percent of a deviation
 LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
 
 
@@ -32,6 +34,7 @@ class Rows:
         self.name = name
         self.shape: tuple[int, int, int] = tuple(data.about["latent_shape"])
         self._latents, self._tokens = data.column("latents"), data.column("tokens")
+        self.measured_on = "held-out rows" if len(self.held_out) else "training rows, for none are held out"
         for column, shape in ((self._latents, self.shape), (self._tokens, (data.about["text"]["max_length"],))):
             if (found := column[:1].shape[1:]) != shape:
                 raise InputError(f"{column.name} of {name} are {list(found)}, but its dataset.json says {list(shape)}")
@@ -64,9 +67,14 @@ class Rows:
         _, mask = text.encode(self.tokens(self.train[:64]))
         return int(mask.sum(1).max())
 
-    def damaged_text(self, rows: Tensor, error: InputError) -> InputError:
-        """The sentence for rows whose token ids the text encoder does not know."""
-        return InputError(f"a caption among rows {rows.min()} to {rows.max()} of {self.name} is damaged: {error}")
+    def encode(self, text: TextEncoder, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The texts of some rows, in float32 also within autocast: that is how they are encoded to sample."""
+        try:
+            with torch.autocast(ids.device.type, enabled=False):
+                return text.encode(ids)
+        except InputError as error:
+            span = f"rows {rows.min()} to {rows.max()}"
+            raise InputError(f"a caption among {span} of {self.name} is damaged: {error}") from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -91,15 +99,22 @@ class Rows:
     @cached_property
     def _moments(self) -> tuple[Tensor, float]:
         total, square = torch.zeros(self.shape, dtype=torch.float64), 0.0
-        for first in range(0, len(self.train), 4096):
-            part = self.latents(self.train[first : first + 4096]).double()
+        chosen = self.some(MOST_FOR_MOMENTS)
+        for first in range(0, len(chosen), 4096):
+            part = self.latents(chosen[first : first + 4096]).double()
             total += part.sum(0)
             square += float((part**2).sum())
-        mean = total / len(self.train)
-        return mean, square / len(self.train) / mean.numel() - float((mean**2).mean())
+        mean = total / len(chosen)
+        return mean, square / len(chosen) / mean.numel() - float((mean**2).mean())
 
-    def describe(self) -> dict[str, Any]:
-        """What an expert's card says of its data."""
+    def some(self, most: int) -> NDArray[np.int64]:
+        """Up to `most` rows to train on, chosen at random and always the same."""
+        if len(self.train) <= most:
+            return self.train
+        return np.sort(np.random.default_rng(0).choice(self.train, most, replace=False))
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
         about = self.data.about
         return {
             "name": about["source"]["name"],
@@ -107,9 +122,14 @@ class Rows:
             "cluster": self.data.cluster,
             "pictures": len(self.train),
             "held_out": len(self.held_out),
-            "variance": self.variance,
-            "license": about["license"],
+            "codec": about["codec"]["fingerprint"],
+            "text": about["text"]["fingerprint"],
         }
+
+    def describe(self) -> dict[str, Any]:
+        """What an expert's card says of its data."""
+        own = {key: value for key, value in self.identity().items() if key not in ("codec", "text")}
+        return {**own, "variance": self.variance, "license": self.data.about["license"]}
 
     def latent_space(self) -> Mapping[str, Any]:
         return {"shape": list(self.shape), "codec": self.data.about["codec"]}
@@ -120,3 +140,9 @@ def bytes_of(model: object) -> int:
     if not isinstance(model, nn.Module):
         return 0
     return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+
+
+def refuse_inside(out: Path, data: Path) -> None:
+    """A run does not lie among the data it is made of."""
+    if out.resolve().is_relative_to(data.resolve()):
+        raise InputError(f"{out} lies within {data}: choose an --out outside of the data")

@@ -77,6 +77,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "threads", "log_every", "save_every", "eval_every", "keep_last"):
             _at_least(self, name, 1)
+        for name, most in (("batch", 2**20), ("threads", 1024)):
+            if getattr(self, name) > most:
+                raise InputError(f"{name} must be at most {most}, but is {getattr(self, name)}")
         for name in ("micro_batch", "keep_every"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
@@ -87,6 +90,8 @@ class Settings:
         for name, low, high in (("weight_decay", 0, 10), ("beta2", 0, 1), ("ema", 0, 1), ("text_dropout", 0, 1)):
             if not low <= getattr(self, name) <= high:
                 raise InputError(f"{name} must lie in [{low}, {high}], but is {getattr(self, name)!r}")
+        if self.beta2 == 1:
+            raise InputError("beta2 must be below 1: 0.99 and 0.999 are usual")
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -99,12 +104,16 @@ class Settings:
     def lr_at(self, step: int, width: int) -> float:
         """The learning rate of the update after `step` of them."""
         peak = PAPER_LR * PAPER_WIDTH / width if self.lr is None else self.lr
-        warmup = min(1000, self.steps // 20) if self.warmup is None else self.warmup
+        warmup = self.resolved_warmup
         if step < warmup:
             return peak * (step + 1) / (warmup + 1)
         if self.lr_schedule == "constant":
             return peak
         return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+
+    @property
+    def resolved_warmup(self) -> int:
+        return min(1000, self.steps // 20) if self.warmup is None else self.warmup
 
     def ema_at(self, step: int) -> float:
         """The averaged weights' decay at `step`: about the last tenth of the run, until that is longer than asked."""
@@ -120,6 +129,8 @@ class Settings:
             device = torch.device(self.device)
         except RuntimeError as error:
             raise InputError(f"unknown device {self.device!r}: give auto, cpu, cuda or cuda:N") from error
+        if device.type not in ("cpu", "cuda"):
+            raise InputError(f"device {self.device!r} is not one to train on: give auto, cpu, cuda or cuda:N")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise InputError(f"there is no {self.device} here: use --device cpu, or auto")
         return device
@@ -162,9 +173,12 @@ class RouterSettings(Settings):
 
 
 MAY_CHANGE = frozenset(
-    ("steps", "device", "threads", "log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every")
+    (
+        *("steps", "device", "threads", "micro_batch", "checkpointing", "compile"),
+        *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
+    )
 )
-"""What may differ when a run is resumed; all else would make it another run."""
+"""What may differ when a run is resumed; all else would make it another run. Micro-batches round otherwise, no more."""
 
 S = TypeVar("S", bound=Settings)
 
@@ -198,8 +212,10 @@ def as_flags(settings: Settings) -> list[str]:
     return flags
 
 
-def difference(before: Mapping[str, Any], now: Settings) -> str | None:
+def difference(before: object, now: Settings) -> str | None:
     """What makes `now` another run than the one that was begun with `before`; None if nothing does."""
+    if not isinstance(before, Mapping):
+        return "settings that cannot be read"
     for f in fields(now):
         value = getattr(now, f.name)
         fixed = f.name not in MAY_CHANGE or (f.name == "steps" and now.lr_schedule != "constant")

@@ -5,9 +5,10 @@ file's metadata: a state is one file, so it is there whole or not at all.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -34,8 +35,8 @@ class Progress:
     loss_sum: float = 0.0
     norm_sum: float = 0.0
     num_summed: int = 0
-    seconds: float = 0.0
-    seconds_logged: float = 0.0
+    seconds_summed: float = 0.0  # of the steps alone
+    seconds: float = 0.0  # of everything
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -44,7 +45,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def saved(folder: Path) -> list[Path]:
     """The states there are, the latest last."""
-    return sorted(folder.glob("[0-9]*.safetensors"))
+    return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch(r"\d{9,}", path.stem))
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], progress: Progress) -> Path:
@@ -60,6 +61,22 @@ def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
         if keep_every is None or int(path.stem) % keep_every:
             with suppress(OSError):
                 path.unlink()
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a process that was killed while it wrote has left."""
+    for path in folder.glob(".*.safetensors.tmp"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def was_good(path: Path) -> bool:
+    """Whether a state was saved while all went well."""
+    try:
+        with safe_open(path, "pt") as file:
+            return bool(json.loads((file.metadata() or {})["progress"])["bad_in_a_row"] == 0)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return False
 
 
 def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
@@ -81,10 +98,5 @@ def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} is damaged ({reason_of(error)}): remove it to go on from the one before") from error
+        raise InputError(f"the state {path} is damaged ({reason_of(error)})") from error
     return progress
-
-
-def copy_progress(source: Progress, target: Progress) -> None:
-    for f in fields(Progress):
-        setattr(target, f.name, getattr(source, f.name))

@@ -23,7 +23,10 @@ class Team:
         self._accelerator: Any = None
         self.device = settings.torch_device
         if self.size > 1:
-            self._accelerator = require("accelerate", "hf").Accelerator(cpu=self.device.type == "cpu")
+            # Precision and compiling are the settings', whatever accelerate was configured to do.
+            self._accelerator = require("accelerate", "hf").Accelerator(
+                cpu=self.device.type == "cpu", mixed_precision="no", dynamo_backend="no"
+            )
             self.device = self._accelerator.device
         if settings.batch % self.size:
             raise InputError(f"a batch of {settings.batch} cannot be shared by {self.size} processes: change --batch")
