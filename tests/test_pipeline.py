@@ -1,6 +1,5 @@
 """From a model folder and texts to pictures: in Python and by the command."""
 
-import inspect
 import io
 import json
 import os
@@ -17,7 +16,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from atoll.cli import sample as verb
 from atoll.cli.main import main
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
@@ -568,15 +566,6 @@ class TestCommand:
             with pytest.raises(SystemExit):
                 self.run(folder, tmp_path / "a", "a")
             assert sentence in capsys.readouterr().err
-
-    def test_its_defaults_are_the_pipeline_s(self):
-        """They are written twice, for --help must not wait for torch."""
-        chosen = {name: p.default for name, p in inspect.signature(verb.sample).parameters.items()}
-        expected = {"steps": module.DEFAULT_STEPS, "guidance": module.DEFAULT_GUIDANCE,
-                    "solver": module.DEFAULT_SOLVER, "routing": module.DEFAULT_ROUTING,
-                    "threshold": module.DEFAULT_THRESHOLD, "batch": module.DEFAULT_BATCH}  # fmt: skip
-        assert {name: chosen[name] for name in expected} == expected
-        assert f"for topk; {module.DEFAULT_TOP_K} by default" in verb.sample.__doc__
 
     def test_help_is_quick(self):
         program = """

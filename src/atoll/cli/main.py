@@ -1,7 +1,9 @@
 """`atoll VERB ...`. Verbs import what they need when they run, so that --help is quick."""
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,19 +43,38 @@ SETTINGS: dict[str, type[Settings]] = {
 def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            _verbs(given),
-            prog="atoll",
-            description="Train one text-to-image diffusion model on computers that never talk to each other.",
-            args=given,
-            sort_subcommands=False,
-        )
+        with plain_warnings():
+            tyro.extras.subcommand_cli_from_dict(
+                _verbs(given),
+                prog="atoll",
+                description="Train one text-to-image diffusion model on computers that never talk to each other.",
+                args=given,
+                sort_subcommands=False,
+            )
     except InputError as error:
         print(f"atoll: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("atoll: interrupted; the same command goes on from here", file=sys.stderr)
+        print("atoll: interrupted; give the same command to go on", file=sys.stderr)
         sys.exit(130)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Our warnings as one line each, once, and without the line of code they came from."""
+    told: set[str] = set()
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        if str(message) not in told:
+            told.add(str(message))
+            print(f"\ratoll: {message}" if sys.stderr.isatty() else f"atoll: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 def _verbs(given: list[str]) -> dict[str, Callable[..., Any]]:

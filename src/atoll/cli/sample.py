@@ -1,13 +1,13 @@
 """`atoll sample`."""
 
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+from atoll.sampling import defaults
 
 TRACED = 4  # prompts whose first image is on trace.png
 PREVIEWS = 8
@@ -20,16 +20,17 @@ def sample(
     negative: str = "",
     num: int = 1,
     seed: int = 0,
-    steps: int = 20,
-    guidance: float = 2.0,
-    solver: str = "multistep",
-    routing: str = "topk",
+    steps: int = defaults.STEPS,
+    guidance: float = defaults.GUIDANCE,
+    solver: str = defaults.SOLVER,
+    routing: str | None = None,
     top_k: int | None = None,
-    threshold: float = 0.1,
+    threshold: float = defaults.THRESHOLD,
     route_every: int = 1,
+    confident: float | None = None,
     conversion: str | None = None,
     max_resident: int | None = None,
-    batch: int = 16,
+    batch: int = defaults.BATCH,
     device: str = "auto",
     dtype: str | None = None,
     out: Path = Path("samples"),
@@ -52,10 +53,11 @@ def sample(
         steps: Of the solver.
         guidance: How strongly pictures follow the prompt; 1 is no guidance.
         solver: multistep, euler, heun, midpoint or dpm2m.
-        routing: Which experts make a picture: top1, topk, full, threshold, sample or by_time.
-        top_k: How many, for topk; 2 by default.
+        routing: Which experts make a picture: top1 (the default), topk, full, threshold, sample or by_time.
+        top_k: How many; this alone chooses topk.
         threshold: Those of at least this probability, for threshold.
         route_every: Ask the router at every so many evaluations.
+        confident: Ask it no more about a picture once an expert has this probability.
         conversion: calibrated, exact or paper; by default calibrated for experts that carry a calibration.
         max_resident: How many experts may be in memory at a time; all by default.
         batch: Pictures at a time.
@@ -78,44 +80,43 @@ def sample(
             raise InputError(f"--{name} must be at least {least}, but is {value}")
     jobs = [(text, seed + i) for text in texts for i in range(num)]
     drawn = {i * num for i in range(min(TRACED, len(texts)))} if trace else set()
-    with _plain_warnings():
-        pipe = AtollPipeline.from_pretrained(
-            model, max_resident=max_resident, dtype=_dtype(dtype), device=device, conversion=conversion
-        )
-        shown: list[Any] = []
-        panels: list[Any] = []
-        traces: list[dict[str, Any]] = []
-        batches = range(0, len(jobs), batch)
-        with tqdm(total=len(batches) * steps, desc="sample", unit=" steps", disable=None, leave=False) as bar:
+    pipe = AtollPipeline.from_pretrained(
+        model, max_resident=max_resident, dtype=_dtype(dtype), device=device, conversion=conversion
+    )
+    shown: list[Any] = []
+    panels: list[Any] = []
+    traces: list[dict[str, Any]] = []
+    batches = range(0, len(jobs), batch)
+    with tqdm(total=len(batches) * steps, desc="sample", unit=" steps", disable=None, leave=False) as bar:
 
-            def tick(*_: Any) -> None:
-                bar.update()
+        def tick(*_: Any) -> None:
+            bar.update()
 
-            for first in batches:
-                some = jobs[first : first + batch]
-                made = pipe(
-                    [text for text, _ in some], seed=[number for _, number in some], negative_prompt=negative,
-                    num_inference_steps=steps, guidance_scale=guidance, solver=solver, routing=routing, top_k=top_k,
-                    threshold=threshold, route_every=route_every, batch_size=batch, callback_on_step_end=tick,
-                    previews=PREVIEWS if drawn else 0, progress=False,
+        for first in batches:
+            some = jobs[first : first + batch]
+            made = pipe(
+                [text for text, _ in some], seed=[number for _, number in some], negative_prompt=negative,
+                num_inference_steps=steps, guidance_scale=guidance, solver=solver, routing=routing, top_k=top_k,
+                threshold=threshold, route_every=route_every, confident=confident, batch_size=batch, callback_on_step_end=tick,
+                previews=PREVIEWS if drawn else 0, progress=False,
+            )  # fmt: skip
+            assert isinstance(made.images, list)
+            for i, (image, (text, number), path) in enumerate(zip(made.images, some, made.trace, strict=True)):
+                name = file_name(text, number)
+                write_image(
+                    image, out / name, prompt=text, negative_prompt=negative, seed=number, model=pipe.index.hash,
+                    settings=made.settings,
                 )  # fmt: skip
-                assert isinstance(made.images, list)
-                for i, (image, (text, number), path) in enumerate(zip(made.images, some, made.trace, strict=True)):
-                    name = file_name(text, number)
-                    write_image(
-                        image, out / name, prompt=text, negative_prompt=negative, seed=number, model=pipe.index.hash,
-                        settings=made.settings,
-                    )  # fmt: skip
-                    if len(shown) < ON_A_GRID:
-                        shown.append(image)
-                    if trace:
-                        traces.append({"file": name, "prompt": text, "seed": number, **path.describe()})
-                    if first + i in drawn:
-                        import torch
+                if len(shown) < ON_A_GRID:
+                    shown.append(image)
+                if trace:
+                    traces.append({"file": name, "prompt": text, "seed": number, **path.describe()})
+                if first + i in drawn:
+                    import torch
 
-                        previews = pipe.render(torch.stack([preview.x0 for preview in path.previews]))
-                        notes = _notes({"seed": number, **made.settings})
-                        panels.append(draw_trace(path, image, previews, pipe.index.objectives, text, notes))
+                    previews = pipe.render(torch.stack([preview.x0 for preview in path.previews]))
+                    notes = _notes({"seed": number, **made.settings})
+                    panels.append(draw_trace(path, image, previews, pipe.index.objectives, text, notes))
     what = f"{len(jobs)} pictures" if len(jobs) <= ON_A_GRID else f"the first {ON_A_GRID} of {len(jobs)} pictures"
     about = _notes({"model": pipe.index.hash[:12], "seeds from": seed, **made.settings})
     save_picture(draw_grid(shown, [text for text, _ in jobs[: len(shown)]], f"{what} · {about}"), out / "grid.png")
@@ -165,23 +166,3 @@ def _notes(values: dict[str, Any]) -> str:
         f"{key.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value}"
         for key, value in told.items()
     )
-
-
-@contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """Warnings as one line each, once, and without the line of code they came from."""
-    from tqdm import tqdm
-
-    told: set[str] = set()
-
-    def show(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        if str(message) not in told:
-            tqdm.write(f"atoll: {message}", file=sys.stderr)
-            told.add(str(message))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = show
-        yield

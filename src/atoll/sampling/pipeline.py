@@ -29,6 +29,7 @@ from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, unknown
 from atoll.files import read_json
 from atoll.models.store import CONFIG, WEIGHTS
+from atoll.sampling import defaults
 from atoll.sampling.assemble import (
     INDEX,
     ModelIndex,
@@ -43,14 +44,6 @@ from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Guidance, Prompts
 from atoll.sampling.routing import Routing, get_routing
 from atoll.sampling.trace import ImageTrace, Preview
-
-DEFAULT_SOLVER = "multistep"
-DEFAULT_STEPS = 20
-DEFAULT_GUIDANCE = 2.0
-DEFAULT_ROUTING = "topk"
-DEFAULT_TOP_K = 2
-DEFAULT_THRESHOLD = 0.1
-DEFAULT_BATCH = 16
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 
@@ -189,19 +182,20 @@ class AtollPipeline:
         prompt: str | Sequence[str],
         *,
         negative_prompt: str | Sequence[str] | None = None,
-        num_inference_steps: int = DEFAULT_STEPS,
-        guidance_scale: float = DEFAULT_GUIDANCE,
+        num_inference_steps: int = defaults.STEPS,
+        guidance_scale: float = defaults.GUIDANCE,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         seed: int | Sequence[int] | None = None,
         output_type: str = "pil",
         callback_on_step_end: OnStepEnd | None = None,
-        routing: str = DEFAULT_ROUTING,
+        routing: str | None = None,
         top_k: int | None = None,
-        threshold: float = DEFAULT_THRESHOLD,
+        threshold: float = defaults.THRESHOLD,
         route_every: int = 1,
-        solver: str = DEFAULT_SOLVER,
-        batch_size: int = DEFAULT_BATCH,
+        confident: float | None = None,
+        solver: str = defaults.SOLVER,
+        batch_size: int = defaults.BATCH,
         previews: int = 0,
         progress: bool = True,
     ) -> Samples:
@@ -209,7 +203,8 @@ class AtollPipeline:
 
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
         seeds are drawn from the generator, or from torch's own. `previews` is how many estimates of the final latents
-        each trace shall hold at most. Where images are split into batches, the callback sees one batch after another.
+        each trace shall hold at most. `routing` is top1, or topk where `top_k` is given; the router is asked at every
+        `route_every`-th evaluation, and no more about a sample of which it is `confident`. Where images are split into batches, the callback sees one batch after another.
         """
         prompts, negatives = _texts_of(prompt, negative_prompt)
         if output_type not in OUTPUTS:
@@ -219,7 +214,7 @@ class AtollPipeline:
                 raise InputError(f"{name} must be a whole number of at least 1, but is {value!r}")
         seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
         guidance = Guidance(guidance_scale)
-        chosen = self._routing(routing, top_k, threshold, route_every)
+        chosen = self._routing(routing, top_k, threshold, route_every, confident)
         get_solver(solver)
         times = uniform_times(num_inference_steps)
         warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
@@ -276,9 +271,13 @@ class AtollPipeline:
         unit = (images.clamp(-1, 1) + 1) / 2
         return unit if output_type == "pt" else unit.permute(0, 2, 3, 1).cpu().numpy()
 
-    def _routing(self, spec: str, top_k: int | None, threshold: float, every: int) -> Routing:
-        default = min(DEFAULT_TOP_K, self.num_experts)
-        routing = get_routing(spec, k=default if top_k is None else top_k, tau=threshold, every=every)
+    def _routing(
+        self, spec: str | None, top_k: int | None, threshold: float, every: int, confident: float | None
+    ) -> Routing:
+        if spec is None:
+            spec = defaults.ROUTING if top_k is None else "topk"
+        k = min(defaults.TOP_K, self.num_experts) if top_k is None else top_k
+        routing = get_routing(spec, k=k, tau=threshold, every=every, confident=confident)
         if routing.name == "topk" and routing.k > self.num_experts:
             raise InputError(f"top_k must be at most the {self.num_experts} experts of the model, but is {routing.k}")
         return routing

@@ -155,16 +155,20 @@ def largest_micro_batch(
             extra=extra,
         ).total
 
-    most = micro_batch_of(replace(settings, micro_batch=None), processes)
-    if needed(most) <= available:
-        return most
-    fits, too_many = 0, most
+    fits, too_many = 1, micro_batch_of(replace(settings, micro_batch=None), processes)
+    least, most = needed(fits), needed(too_many)
+    if least > available:
+        return 0
+    if most <= available:
+        return too_many
     while too_many - fits > 1:
-        num = (fits + too_many) // 2
-        if needed(num) <= available:
-            fits = num
+        # Memory is nearly a straight line over samples: where it meets `available` is nearly the answer.
+        guess = fits + (too_many - fits) * (available - least) // (most - least)
+        num = min(max(guess, fits + 1), too_many - 1)
+        if (found := needed(num)) <= available:
+            fits, least = num, found
         else:
-            too_many = num
+            too_many, most = num, found
     return fits
 
 

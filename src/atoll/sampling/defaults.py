@@ -1,0 +1,12 @@
+"""How pictures are made unless one says otherwise. Apart, so that `atoll sample --help` need not wait for torch.
+
+benchmarks/quality.py is what they were chosen by.
+"""
+
+SOLVER = "multistep"
+STEPS = 20
+GUIDANCE = 2.0
+ROUTING = "top1"  # topk where a number is given
+TOP_K = 2
+THRESHOLD = 0.1
+BATCH = 16
