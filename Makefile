@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test test-slow check format figures bench clean
+.PHONY: help setup demo test test-slow check format figures bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,6 +17,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,dev]'
 	touch $@
+
+demo: setup  ## data, experts, one model, samples and a report: demo/report.html, in five minutes
+	$(BIN)/atoll demo --out demo
 
 test: setup  ## run the tests
 	$(BIN)/python -m pytest

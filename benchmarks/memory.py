@@ -203,18 +203,18 @@ def print_tables() -> None:
 
     print("\nSampling with 8 x xl/2 in bf16, one picture\n")
     expert = 2 * num_parameters(config)
-    parts = {
+    others = {
         "CUDA itself": CUDA_BASE,
         "router, b/2 in fp32": FLOAT * num_parameters(RouterConfig(**preset("b/2"))),
         "text encoder, CLIP-L in fp32": FLOAT * 123_060_480,
         "activations of an expert, with guidance": sampling_activations(config),
         "VAE in fp32, with activations of a decoded picture": sum(decoder()),
     }
-    for name, size in parts.items():
+    for name, size in others.items():
         row(name, in_words(size))
     print()
     for num in (8, 2, 1):
-        row(f"{num} in memory", in_words(num * expert), in_words(num * expert + sum(parts.values())))
+        row(f"{num} in memory", in_words(num * expert), in_words(num * expert + sum(others.values())))
 
 
 def row(*cells: object) -> None:
@@ -234,8 +234,9 @@ def sampling_activations(config: DiTConfig) -> int:
         network = DiT(config).bfloat16()
         x = torch.empty(2, config.in_channels, config.input_size, config.input_size, dtype=torch.bfloat16)
         text = torch.empty(2, 77, config.text_dim or 1, dtype=torch.bfloat16)
-    with Storages() as watch, Kernels(bf16=False, device_type="cuda"):
-        network(x, torch.empty(2, device="meta"), text)
+        t = torch.empty(())
+    with Storages([*network.parameters(), x, t, text]) as watch, Kernels(bf16=False, device_type="cuda"):
+        network(x, t, text)
     return watch.peak
 
 
@@ -245,7 +246,7 @@ def decoder() -> tuple[int, int]:
     from diffusers import AutoencoderKL
 
     with torch.device("meta"):
-        vae = AutoencoderKL(
+        vae: Any = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
             block_out_channels=(128, 256, 512, 512),
@@ -253,7 +254,7 @@ def decoder() -> tuple[int, int]:
             latent_channels=4,
         )
         latents = torch.empty(1, 4, 32, 32)
-    with Storages() as watch:
+    with Storages([*vae.parameters(), latents]) as watch:
         vae.decode(latents)
     return FLOAT * sum(p.numel() for p in vae.parameters()), watch.peak
 

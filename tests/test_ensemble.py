@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atoll.data.text import make_text_encoder
@@ -417,6 +419,40 @@ def test_an_expert_that_fails_half_way(experts):
     assert bool(torch.isfinite(images).all())
     for routed in seen:
         assert (0 in routed.evaluated) == bool(routed.t >= 0.5)
+
+
+class SometimesBroken(VelocityExpert):
+    """Fails on samples that begin with a large number."""
+
+    def velocity(self, x, t, text=None):
+        u = super().velocity(x, t, text)
+        return torch.where((x.flatten(1)[:, 0] > 0).view(-1, 1, 1, 1), torch.nan, u)
+
+
+@pytest.mark.parametrize("spec", ["top1", "topk:2", "full", "sample", "threshold:0.1"])
+def test_a_failure_on_one_sample_is_no_other_s(experts, spec):
+    """Alone and in a batch where an expert fails on some: the same images."""
+    some = SometimesBroken(experts[1].network, experts[1].transfer)
+    ensemble = Ensemble([experts[0], some, *experts[2:]], make_router(), temperature=5.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        together = make(ensemble, range(4), routing=get_routing(spec), guidance=Guidance(2.0))
+        for row in range(4):
+            alone = make(ensemble, [row], routing=get_routing(spec), guidance=Guidance(2.0))
+            torch.testing.assert_close(alone[0], together[row], rtol=0, atol=1e-4)
+
+
+def test_weights_that_are_not_finite_are_left_out(folders, tmp_path):
+    for k, folder in enumerate(folders):
+        shutil.copytree(folder, tmp_path / f"expert_{k}")
+    path = tmp_path / "expert_1" / "model.safetensors"
+    weights = load_file(path)
+    weights["out.bias"] = weights["out.bias"] * torch.nan
+    save_file(weights, path)
+    ensemble = Ensemble.open([tmp_path / f"expert_{k}" for k in range(len(folders))], make_router())
+    with pytest.warns(UserWarning, match="expert_1 is not finite: it is left out"):
+        found = make(ensemble, range(2), routing=get_routing("full"))
+    assert torch.isfinite(found).all()
 
 
 def test_no_expert_is_left(experts):

@@ -53,14 +53,15 @@ def test_the_null_text_says_nothing():
     null = torch.full((6,), 3.0)
     prior = fit(texts, latents, null)
     assert torch.equal(prior.of(null[None, None])[0], prior.mean)
-    assert not torch.equal(prior.of(null[None, None] + 0.1)[0], prior.mean)
+    assert float((prior.of(null[None, None] + 1e-5) - prior.mean).abs().max()) < 1e-2  # nor a rounding of it
+    assert float((prior.of(null[None, None] + 1) - prior.mean).abs().max()) > 0.1
 
 
 def test_it_goes_no_further_than_the_captions_do():
     texts, latents = data()
     prior = fit(texts, latents)
     far = prior.of(1000 * texts[:20, None])
-    assert float((far - prior.mean).flatten(1).norm(dim=1).max()) <= prior.limit * 1.0001
+    assert float((far - prior.mean).flatten(1).norm(dim=1).max()) < 0.05 * prior.limit  # it is like none of them
     near = prior.of(texts[:20, None])
     assert float((near - prior.mean).flatten(1).norm(dim=1).max()) <= prior.limit * 1.0001
 

@@ -12,6 +12,7 @@ import tyro
 
 from atoll.cli.assemble import assemble
 from atoll.cli.assign import assign
+from atoll.cli.demo import demo
 from atoll.cli.inspect import inspect
 from atoll.cli.partition import partition
 from atoll.cli.prepare import prepare
@@ -32,6 +33,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "train-all": train_all,
     "assemble": assemble,
     "sample": sample,
+    "demo": demo,
 }
 SETTINGS: dict[str, type[Settings]] = {
     "train": ExpertSettings,

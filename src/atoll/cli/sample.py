@@ -97,7 +97,8 @@ def sample(
             made = pipe(
                 [text for text, _ in some], seed=[number for _, number in some], negative_prompt=negative,
                 num_inference_steps=steps, guidance_scale=guidance, solver=solver, routing=routing, top_k=top_k,
-                threshold=threshold, route_every=route_every, confident=confident, batch_size=batch, callback_on_step_end=tick,
+                threshold=threshold, route_every=route_every, confident=confident, batch_size=batch,
+                    callback_on_step_end=tick,
                 previews=PREVIEWS if drawn else 0, progress=False,
             )  # fmt: skip
             assert isinstance(made.images, list)

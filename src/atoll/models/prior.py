@@ -15,17 +15,18 @@ from atoll.models.centroids import mean_token
 
 RIDGES = tuple(10.0**power for power in range(-5, 2))  # times the mean variance of the texts
 EVERY = 5  # of each five rows one judges the ridge
+NEAR_NULL = 0.05  # of the distance between captions and the null text: within it a text says less and less
 
 
 @dataclass(frozen=True, eq=False)
 class TextPrior:
-    """mean + weight (mean token - centre), no further from the mean than any caption of the cluster leads."""
+    """mean + weight (mean token - centre); less of it for texts that lead further than any caption of the cluster."""
 
     mean: Tensor  # [C, S, S], of the cluster
     weight: Tensor  # [text_dim, C, S, S]
     centre: Tensor  # [text_dim], the mean of the captions' mean tokens
     null: Tensor  # [text_dim], the mean token of the null text, which says nothing
-    limit: float  # the largest distance from `mean`
+    limit: float  # the largest distance from `mean` of a caption
 
     def __post_init__(self) -> None:
         dim = len(self.centre)
@@ -59,9 +60,12 @@ class TextPrior:
         """The mean latent of texts tokens[B, L, text_dim] with mask[B, L]: [B, C, S, S]."""
         pooled = mean_token(tokens.to(self.centre), mask)
         off = torch.tensordot(pooled - self.centre, self.weight, 1)  # [B, C, S, S]
+        # Unlike any caption of the cluster, a text is trusted the less the further it leads.
         length = off.flatten(1).norm(dim=1)
-        says = ~torch.isclose(pooled, self.null).all(1)
-        scale = says * (self.limit / length.clamp_min(1e-12)).clamp(max=1)
+        scale = (self.limit / length.clamp_min(1e-12)).clamp(max=1) ** 2
+        # The null text says nothing, nor does what a rounding makes of it.
+        apart = (pooled - self.null).norm(dim=1) / (self.centre - self.null).norm().clamp_min(1e-12)
+        scale = scale * (apart / NEAR_NULL).clamp(max=1)
         return self.mean + scale.view(-1, *[1] * self.mean.dim()) * off
 
     def to(self, device: torch.device) -> "TextPrior":

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.config import build
-from atoll.errors import InputError
+from atoll.errors import InputError, NotFiniteError
 from atoll.files import make_readable, read_json
 
 FORMAT = 1
@@ -148,7 +148,7 @@ def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
             raise InputError(f"{name} in {path} has dtype {tensor.dtype}, which no weights have: copy the file again")
         kinds |= set() if counts else {str(tensor.dtype)}
         if not bool(torch.isfinite(tensor).all()):
-            raise InputError(
+            raise NotFiniteError(
                 f"{name} in {path} holds values that are not finite: the file is damaged or training diverged"
             )
     if len(kinds) > 1:

@@ -21,7 +21,7 @@ from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import over
 from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
-from atoll.errors import InputError
+from atoll.errors import InputError, NotFiniteError
 from atoll.models.centroids import CentroidRouter
 from atoll.models.dit import TextContext
 from atoll.models.router import Router
@@ -173,7 +173,8 @@ class Mixture:
         self.labels = labels
         self.generators = generators
         self.trace = trace
-        self.present = ensemble.present.clone()  # what fails is taken out for the rest of the run
+        self.present = ensemble.present[None].clone()  # [1 or B, K]: what fails on a sample is taken out of its run
+        self._told: set[int] = set()
         readers = [expert for expert in ensemble.shelf.experts if expert is not None and expert.text_dim is not None]
         router = ensemble.router
         router_reads = isinstance(router, Router) and router.config.text_dim is not None
@@ -181,7 +182,8 @@ class Mixture:
             raise InputError("the experts or their router read a text: give prompts, and for none the empty string")
         if guidance.scale != 1 and readers and prompts is not None and prompts.negative is None:
             raise InputError("guidance needs a null text: encode the empty string, or a negative prompt")
-        if router is None and int(self.present.sum()) > 1 and routing.name not in NEED_NO_ROUTER:
+        self._alone = int(ensemble.present.sum()) == 1
+        if router is None and not self._alone and routing.name not in NEED_NO_ROUTER:
             raise InputError(f"{ensemble.num_experts} experts need a router for routing {routing.name!r}: give one")
         self._readings: dict[int, Reading] = {}
         self._router_text = _router_text(router, prompts)
@@ -194,19 +196,27 @@ class Mixture:
         """dx/dt at canonical (x, t), t 0-d or one a sample."""
         if self.prompts is not None and len(self.prompts) != len(x):
             raise InputError(f"there are {len(self.prompts)} prompts for {len(x)} samples: give one for each")
+        if not bool(torch.isfinite(x).all()):
+            raise InputError("x holds values that are not finite: use smaller guidance or more steps")
+        if len(self.present) != len(x):
+            self.present = self.ensemble.present.expand(len(x), -1).clone()
         self._ask_router(x, t)
         self._evaluations += 1
+        weights = self._weights(x, t, list(range(len(x))))
         while True:
-            weights = self._weights(x, t)
             try:
                 return self._mixed(x, t, weights)
             except _NotFiniteError as failure:
-                self._take_out(failure.number, x)
+                self._take_out(failure)
+                # The others keep their weights: no image depends on what happened to another of its batch.
+                weights = weights.index_copy(
+                    0, torch.tensor(failure.rows, device=x.device), self._weights(x, t, failure.rows)
+                )
 
     def _ask_router(self, x: Tensor, t: Tensor) -> None:
         """Bring the router's answers up to date, where they are needed."""
         router, routing = self.ensemble.router, self.routing
-        if router is None or int(self.present.sum()) == 1 or routing.name == "oracle":
+        if router is None or self._alone or routing.name == "oracle":
             return
         if self._logits is not None and (self._evaluations % routing.every or self._open == []):
             return
@@ -233,17 +243,23 @@ class Mixture:
             raise InputError(f"the router's logits have shape {list(logits.shape)}, but must have {wanted}")
         return logits
 
-    def _weights(self, x: Tensor, t: Tensor) -> Tensor:
-        """w[B, K]."""
-        if int(self.present.sum()) == 1:
-            return self.present.to(x).expand(len(x), -1)
+    def _weights(self, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
+        """w[rows, K]."""
+        present = self.present[rows]
+        if self._alone:
+            return present.to(x)
         if self._logits is None:
-            p = mask_missing(x.new_ones(len(x), len(self.present)), self.present)
+            p = mask_missing(x.new_ones(len(rows), present.shape[1]), present)
         else:
-            p = probabilities(self._logits, self.ensemble.temperature, self.present).to(x.device)
-        routing = self.routing
-        weights = routing.weights(p, t, labels=self.labels, generators=self.generators, is_flow=self.ensemble.is_flow)
-        weights = mask_missing(weights, self.present).to(x.dtype)
+            p = probabilities(self._logits[rows], self.ensemble.temperature, present).to(x.device)
+        weights = self.routing.weights(
+            p,
+            t if t.dim() == 0 else t[rows],
+            labels=None if self.labels is None else self.labels[rows],
+            generators=None if self.generators is None else [self.generators[row] for row in rows],
+            is_flow=self.ensemble.is_flow,
+        )
+        weights = mask_missing(weights, present).to(x.dtype)
         # What rounding would swallow is not run: also `full` costs little where the router is sure.
         return torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
 
@@ -259,9 +275,13 @@ class Mixture:
             every = len(rows) == len(x)
             where = rows.to(x.device)
             here, now = (x, t) if every else (x[where], t if t.dim() == 0 else t[where])
-            u = self._velocity_of(number, here, now, rows.tolist())
-            if not bool(torch.isfinite(u).all()):
-                raise _NotFiniteError(number)
+            try:
+                u = self._velocity_of(number, here, now, rows.tolist())
+            except NotFiniteError as error:  # its weights themselves
+                raise _NotFiniteError(number, rows.tolist()) from error
+            bad = ~torch.isfinite(u).flatten(1).all(1).cpu()
+            if bool(bad.any()):
+                raise _NotFiniteError(number, rows[bad].tolist())
             parts[number] = None if every else where, u
         if self.trace is not None:
             self.trace(Routed(t, weights, tuple(order)))
@@ -285,17 +305,20 @@ class Mixture:
             self._readings[number] = Reading(expert.read_text, self.prompts)
         return guided_velocity(expert, x, t, self._readings[number], rows, self.guidance)
 
-    def _take_out(self, number: int, x: Tensor) -> None:
-        name = self.ensemble.names[number]
-        if not bool(torch.isfinite(x).all()):
-            raise InputError("x holds values that are not finite: use smaller guidance or more steps")
-        self.present[number] = False
-        if not bool(self.present.any()):
-            raise InputError(f"the velocity of {name} is not finite and no other expert is left: load other weights")
-        warnings.warn(
-            f"the velocity of {name} is not finite: it is left out of this run, and its weight goes to the others",
-            stacklevel=3,
-        )
+    def _take_out(self, failure: "_NotFiniteError") -> None:
+        number, name = failure.number, self.ensemble.names[failure.number]
+        self.present[failure.rows, number] = False
+        if not bool(self.present.any(1).all()):
+            raise InputError(
+                f"the velocity of {name} is not finite and no other expert is left: "
+                "use smaller guidance, or load other weights"
+            )
+        if number not in self._told:
+            self._told.add(number)
+            warnings.warn(
+                f"the velocity of {name} is not finite: it is left out, and its weight goes to the others",
+                stacklevel=3,
+            )
 
 
 def _router_text(
@@ -316,11 +339,11 @@ def _dtype_of(router: Router | CentroidRouter) -> torch.dtype:
 
 
 class _NotFiniteError(Exception):
-    """An expert failed; it never leaves this module."""
+    """An expert failed on some samples; it never leaves this module."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, rows: list[int]) -> None:
         super().__init__(number)
-        self.number = number
+        self.number, self.rows = number, rows
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -202,9 +202,10 @@ class AtollPipeline:
         """Images of prompts. The same prompt and seed give the same image, whatever else is made with it.
 
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
-        seeds are drawn from the generator, or from torch's own. `previews` is how many estimates of the final latents
-        each trace shall hold at most. `routing` is top1, or topk where `top_k` is given; the router is asked at every
-        `route_every`-th evaluation, and no more about a sample of which it is `confident`. Where images are split into batches, the callback sees one batch after another.
+        seeds are drawn from the generator, or from torch's own. `routing` is top1, or topk where `top_k` is given; the
+        router is asked at every `route_every`-th evaluation, and no more about a sample of which it is `confident`.
+        `previews` is how many estimates of the final latents each trace shall hold at most. Where images are split into
+        batches, the callback sees one batch after another.
         """
         prompts, negatives = _texts_of(prompt, negative_prompt)
         if output_type not in OUTPUTS:

@@ -17,6 +17,13 @@ from atoll.errors import InputError, unknown
 POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
 OPTIONS = {"topk": "k", "threshold": "tau", "by_time": "switch"}
+SPOKEN = {
+    "k": "top_k (--top-k)",
+    "tau": "threshold (--threshold)",
+    "switch": "the T of by_time:T",
+    "every": "route_every (--route-every)",
+    "confident": "confident (--confident)",
+}  # what those who sample call them
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,12 @@ class Routing:
             raise unknown("routing", self.name, POLICIES)
         for name in ("k", "every"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, but is {getattr(self, name)!r}")
+                raise InputError(f"{SPOKEN[name]} must be a whole number of at least 1, but is {getattr(self, name)!r}")
         for name in ("tau", "switch"):
             if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} must lie in [0, 1], but is {getattr(self, name)!r}")
+                raise InputError(f"{SPOKEN[name]} must lie in [0, 1], but is {getattr(self, name)!r}")
         if self.confident is not None and not 0 < self.confident <= 1:
-            raise InputError(f"confident must lie in (0, 1], or be None, but is {self.confident!r}")
+            raise InputError(f"{SPOKEN['confident']} must lie above 0 and be at most 1, but is {self.confident!r}")
 
     def weights(
         self,
@@ -69,8 +76,8 @@ class Routing:
 
 def get_routing(spec: str, **settings: Any) -> Routing:
     """top1, topk:2, full, threshold:0.1, sample, by_time:0.5 or oracle, with `every` and `confident` as keywords."""
-    name, _, value = spec.partition(":")
-    if value:
+    name, colon, value = spec.partition(":")
+    if colon and name in POLICIES:
         if name not in OPTIONS:
             raise InputError(f"routing {name!r} takes no number, but {spec!r} has one: leave it out")
         try:
@@ -81,7 +88,7 @@ def get_routing(spec: str, **settings: Any) -> Routing:
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, present: Tensor | None = None) -> Tensor:
-    """softmax(logits / temperature) over the experts that are present[K].
+    """softmax(logits / temperature) over the experts that are present[K] or [B, K].
 
     Absent experts leave before the softmax: were the router sure of one of them, nothing would be left after it.
     """
@@ -95,12 +102,12 @@ def probabilities(logits: Tensor, temperature: float = 1.0, present: Tensor | No
 
 
 def mask_missing(p: Tensor, present: Tensor) -> Tensor:
-    """p without the experts that are not present[K], renormalised; equal shares where that leaves nothing."""
-    if not bool(present.any()):
+    """p without the experts that are not present[K] or [B, K], renormalised; equal shares where that leaves nothing."""
+    if not bool(present.any(-1).all()):
         raise InputError("no expert is left: give at least one")
     left = _checked(p) * present.to(p.device)
     total = left.sum(1, keepdim=True)
-    return torch.where(total > 0, left / total, present.to(p) / present.sum())
+    return torch.where(total > 0, left / total, present.to(p) / present.sum(-1, keepdim=True).to(p))
 
 
 def top1(p: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ def topk(p: Tensor, k: int) -> Tensor:
     """The k most probable, in proportion."""
     p = _checked(p)
     if type(k) is not int or not 1 <= k <= p.shape[1]:
-        raise InputError(f"k must be a whole number from 1 to the {p.shape[1]} experts there are, but is {k!r}")
+        raise InputError(f"{SPOKEN['k']} must be a whole number from 1 to the {p.shape[1]} experts, but is {k!r}")
     values, experts = p.topk(k, dim=1)
     return _normalised(torch.zeros_like(p).scatter_(1, experts, values))
 
@@ -127,7 +134,7 @@ def threshold(p: Tensor, tau: float) -> Tensor:
     """Those of at least tau, in proportion; the most probable always stays."""
     p = _checked(p)
     if not 0 <= tau <= 1:
-        raise InputError(f"tau must lie in [0, 1], but is {tau!r}")
+        raise InputError(f"{SPOKEN['tau']} must lie in [0, 1], but is {tau!r}")
     return _normalised(torch.where((p >= tau) | (top1(p) > 0), p, 0))
 
 

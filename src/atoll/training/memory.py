@@ -8,7 +8,7 @@ import ctypes
 import resource
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +32,8 @@ CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measu
 SAVING_COPIES = tuple(map(int, version("safetensors").split(".")[:2])) < (0, 8)
 """Whether safetensors copies all of a state before it writes. What comes from a GPU is copied by every version, but to
 the host."""
-DEVICES = ("cpu", "cuda")
-HOLES = 0.1  # what an allocator cannot use again, as a share of what an update asks of it; assumed for CUDA
+HOLES = {"cpu": 0.15, "cuda": 0.1}
+"""What an allocator cannot use again, as a share of what an update asks of it: glibc's on average, CUDA's assumed."""
 HEAP_TOP = 64 * 2**20  # what glibc keeps at the end of its heap for later
 MAPPED = 2**20  # blocks from here on are given back at once after `return_freed_memory`
 
@@ -88,8 +88,8 @@ def predict(
     `base` is measured on a CPU unless given: call this before anything of the run is loaded. `extra` is for what else
     will be there, such as a text encoder. On a CPU, checkpointing goes with `return_freed_memory`.
     """
-    if device_type not in DEVICES:
-        raise unknown("device type", device_type, DEVICES)
+    if device_type not in HOLES:
+        raise unknown("device type", device_type, HOLES)
     if base is None:
         base = CUDA_BASE if device_type == "cuda" else measure_base()
     num_samples = micro_batch_of(settings, processes)
@@ -110,7 +110,7 @@ def predict(
     batch = num_samples * FLOAT * (4 * latents + 2 * text)
     buckets = gradients if processes > 1 else 0  # in which processes add up their gradients
     asked = gradients + found.kept + found.temporary + batch
-    holes = round(HOLES * asked)
+    holes = round(HOLES[device_type] * asked)
     if device_type == "cpu":
         holes = 0 if settings.checkpointing else holes + min(asked, HEAP_TOP)
     return Memory(
@@ -189,14 +189,11 @@ def count_activations(
 ) -> Activations:
     """What a forward pass keeps and a backward pass adds, counted without data."""
     network, arguments = _on_meta(config), _inputs(config, num_samples, text_length)
-    watch = Storages()
-    for parameter in network.parameters():
-        watch.leave_out(parameter)
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-            watch.leave_out(parameter.grad)
-    for argument in arguments:
-        watch.leave_out(argument)
+    learned = [p for p in network.parameters() if p.requires_grad]
+    for parameter in learned:
+        parameter.grad = torch.empty_like(parameter)
+    gradients = [p.grad for p in learned if p.grad is not None]
+    watch = Storages([*network.parameters(), *gradients, *arguments])
     kernels = Kernels(bf16, device_type)
     blocks = _Blocks(network, watch, kernels)
     with watch:
@@ -214,15 +211,15 @@ def count_activations(
 
 
 class Storages(TorchDispatchMode):
-    """Follows the memory of all tensors that are made while it is entered: bytes `now`, and at their `peak`."""
+    """Follows the memory of all tensors made while it is entered: bytes `now`, and at their `peak`.
 
-    def __init__(self) -> None:
+    What was there before must be named, or it would count as soon as there is a view of it.
+    """
+
+    def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def leave_out(self, tensor: Tensor) -> None:
-        self.known.add(tensor.untyped_storage()._cdata)
+        self.known = {tensor.untyped_storage()._cdata for tensor in left_out}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -348,17 +345,22 @@ def measure_base() -> int:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    return peak_resident()
+    """Bytes of this process that are in memory, or on systems that do not tell, the most there have been."""
+    return _from_status("VmRSS")
 
 
 def peak_resident() -> int:
-    """The most bytes that this process has had in memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    """The most bytes of this process that have been in memory."""
+    return _from_status("VmHWM")
+
+
+def _from_status(key: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux, that of who started it if that is more
+        return peak if sys.platform == "darwin" else 1024 * peak
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def in_words(size: int) -> str:

@@ -1,0 +1,23 @@
+"""`atoll demo`."""
+
+from pathlib import Path
+
+
+def demo(out: Path = Path("demo"), compare: bool = False, quick: bool = False) -> None:
+    """Show it all on this machine: data, experts in isolation, one model, samples, figures and a report.
+
+    Interrupted, the same command goes on.
+
+    For example:
+      atoll demo
+      atoll demo --compare
+      atoll demo --quick --out /tmp/demo
+
+    Args:
+        out: The folder to make: OUT/report.html is for you, OUT/results.json for programs.
+        compare: Also train a monolith with as many FLOPs, and an ensemble of flow matching alone.
+        quick: Tiny settings, whose pictures are noise: to see in half a minute whether all of it runs.
+    """
+    from atoll.evaluation.demo import FULL, QUICK, run_demo
+
+    run_demo(out, QUICK if quick else FULL, compare)

@@ -1,0 +1,201 @@
+"""`atoll demo` from end to end, with tiny settings: what it leaves, that it goes on, and that it repeats itself."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.data.avatars import attributes_of, is_heldout
+from atoll.data.shards import Dataset
+from atoll.errors import InputError
+from atoll.evaluation.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Asked, Stages, _flags, run_demo
+
+COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
+STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
+MOST = 100  # seconds that one run may take here, on a machine that does other things as well
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(out: Path) -> str:
+    process = start(out)
+    try:
+        told, errors = process.communicate(timeout=MOST)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return told
+
+
+def results_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
+def without_times(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {
+            k: without_times(v) for k, v in values.items() if "seconds" not in k and k not in ("stages", "commands")
+        }
+    return [without_times(value) for value in values] if isinstance(values, list) else values
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Those that were started to work on this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder) in (path / "cmdline").read_text() and int(path.name) != os.getpid():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[Path, str]:
+    """A demo that nothing has disturbed, and what it told."""
+    out = tmp_path_factory.mktemp("demo") / "demo"
+    return out, finish(out)
+
+
+@pytest.mark.timeout(240)
+class TestDemo:
+    def test_a_line_a_stage(self, first):
+        _, told = first
+        lines = told.splitlines()
+        for stage, line in zip(STAGES, lines, strict=False):
+            assert re.fullmatch(rf"{stage} +\d+\.\d s  .*", line)
+        assert lines[len(STAGES)].startswith("in all")
+        assert lines[-1].endswith("report.html")
+
+    def test_results(self, first):
+        results = results_of(first[0])
+        assert list(results["stages"]) == STAGES
+        assert results["seconds"] == pytest.approx(sum(results["stages"].values()), abs=0.1)
+        for figures in (results, results["compare"]["monolith"], results["compare"]["homogeneous"]):
+            for name in ("prompt_accuracy", "prompt_accuracy_heldout"):
+                assert 0 <= figures[name] <= 1
+            assert figures["num_prompts"] == QUICK.prompts
+            assert figures["num_prompts_heldout"] == QUICK.prompts_heldout
+            for name in ("frechet", "diversity", "parameters", "training_flops", "flops_an_image"):
+                assert figures[name] > 0
+            assert set(figures["attribute_accuracy"]) == set(attributes_of(CHOSEN[0]))
+        assert {aim["reached"] for aim in results["aims"]} <= {True, False}
+        assert len(results["aims"]) == 4
+
+    def test_one_ddpm_expert_of_the_smallest_cluster(self, first):
+        experts = results_of(first[0])["experts"]
+        ddpm = [expert for expert in experts if expert["objective"] == "ddpm"]
+        assert len(experts) == NUM_EXPERTS
+        assert [expert["pictures"] for expert in ddpm] == [min(expert["pictures"] for expert in experts)]
+
+    def test_the_monolith_has_as_many_flops(self, first):
+        results = results_of(first[0])
+        monolith = results["compare"]["monolith"]
+        step = monolith["training_flops"] / monolith["steps"]
+        assert 0 <= monolith["training_flops"] - results["training_flops"] < step
+
+    def test_held_out_combinations_are_not_in_the_data(self, first):
+        data = Dataset.open(first[0] / "data")
+        assert not any(is_heldout(attributes_of(caption)) for caption in data.texts("caption"))
+        asked = Asked.of(data, QUICK)
+        assert all(is_heldout(attributes_of(caption)) for caption in asked.heldout)
+        assert not set(asked.seen) & set(asked.heldout)
+        assert len(set(asked.heldout)) == QUICK.prompts_heldout
+
+    def test_a_second_run_skips_and_gives_the_same_numbers(self, first):
+        out, _ = first
+        before, content = results_of(out), (out / "report.html").read_bytes()
+        begun = time.monotonic()
+        told = finish(out)
+        assert time.monotonic() - begun < 30
+        assert [line.endswith("done before") for line in told.splitlines()[: len(STAGES)]] == [True] * len(STAGES)
+        assert results_of(out) == before
+        assert (out / "report.html").read_bytes() == content or without_times(before) == without_times(results_of(out))
+
+    def test_goes_on_after_kill_9(self, first, tmp_path):
+        out = tmp_path / "demo"
+        process = start(out)
+        deadline = time.monotonic() + MOST
+        while not any((out / "run").glob("*/run.json")):  # in the midst of the training
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (out / "results.json").exists()
+        while processes_in(out):  # the experts save their states and leave
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        finish(out)
+        assert without_times(results_of(out)) == without_times(results_of(first[0]))
+
+    def test_the_report_needs_nothing_else(self, first):
+        page = (first[0] / "report.html").read_text(encoding="utf-8")
+        assert not re.search(r"https?:|//[a-z]|@import|url\(|<script", page)
+        sources = re.findall(r'\b(?:src|href)="([^"]*)"', page)
+        assert len(sources) > 40
+        assert all(source.startswith("data:") for source in sources)
+        assert page.count("<img") == page.count('src="data:image/png;base64,')
+
+    def test_the_report_tells_what_was_missed(self, first):
+        page, results = (first[0] / "report.html").read_text(encoding="utf-8"), results_of(first[0])
+        assert page.count("class=missed") == sum(not aim["reached"] for aim in results["aims"]) > 0
+
+    def test_other_settings_are_refused(self, first):
+        with pytest.raises(InputError, match="was begun with other settings"):
+            run_demo(first[0], replace(QUICK, pictures=201))
+
+
+def test_a_foreign_folder_is_refused(tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="letter.txt and is not a demo"):
+        run_demo(tmp_path, QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "demo").write_text("")
+    with pytest.raises(InputError, match="choose another --out"):
+        run_demo(tmp_path / "demo", QUICK)
+
+
+def test_times_add_up_over_runs(tmp_path, capsys):
+    for _ in range(2):
+        with Stages(tmp_path / "stages.json").stage("train") as told:
+            told.append("half")
+            time.sleep(0.06)
+    with Stages(tmp_path / "stages.json").stage("train", done=True):
+        pass
+    assert 0.12 <= Stages(tmp_path / "stages.json").seconds["train"] < 5
+    assert capsys.readouterr().out.splitlines()[-1].endswith("done before")
+
+
+def test_what_is_shown_was_seen():
+    assert not any(is_heldout(attributes_of(caption)) for caption in CHOSEN)
+    for name in attributes_of(CHOSEN[0]):
+        assert len({attributes_of(caption)[name] for caption in CHOSEN}) > 2
+
+
+def test_enough_prompts():
+    assert FULL.prompts >= 400
+    assert [settings.objective for settings in FULL.experts(2)] == ["fm", "fm", "ddpm", "fm"]
+
+
+def test_flags_tell_what_is_not_usual():
+    flags = _flags(QUICK.ddpm)
+    assert "--objective ddpm" in flags
+    assert "--steps 10" in flags
+    assert "--ema" not in flags
+    assert np.all([word.startswith("--") for word in flags.split()[::2]])

@@ -1,0 +1,131 @@
+"""The report in a real browser: light and dark, on a phone and on a desk, with no errors and no requests."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, _flops, _time, render
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WIDTHS = {"phone": 360, "desktop": 1280}
+
+
+def results(compare: bool) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "prompt_accuracy": 0.9725, "prompt_accuracy_heldout": 0.9, "frechet": 1.234, "diversity": 0.91,
+        "num_prompts": 400, "num_prompts_heldout": 200, "parameters": 7_100_000, "training_flops": 2.1e13,
+        "training_seconds": 430.0, "flops_an_image": 3.1e9, "seconds_an_image": 0.041,
+    }  # fmt: skip
+    expert = {"pictures": 1500, "steps": 500, "training_seconds": 100.0}
+    found = {
+        **figures,
+        "seconds": 281.0,
+        "stages": {"prepare": 5.0, "train": 240.0},
+        "real": {"prompt_accuracy": 1.0, "frechet": 0.4, "diversity": 1.0},
+        "experts": [
+            {**expert, "objective": kind, "steps": 600 if kind == "ddpm" else 500} for kind in ("fm", "ddpm") * 2
+        ],
+        "aims": [
+            {"what": "prompt accuracy of at least 0.95", "found": 0.9725, "wanted": 0.95, "reached": True},
+            {"what": "a <distance>", "found": 1.234, "wanted": 1.1, "reached": False},
+        ],
+        "commands": [
+            "atoll prepare a-folder-with-a-name-that-has-no-end/and-goes-on-and-on-and-on/pictures.tar --out data"
+        ],
+    }
+    if compare:
+        found["compare"] = {"homogeneous": figures, "monolith": {**figures, "steps": 2200}}
+    return found
+
+
+def gallery(compare: bool) -> Gallery:
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 255, (40, 32, 32, 3), np.uint8)
+    names = [*(f"expert_{k}" for k in range(4)), "ensemble", *(("homogeneous", "monolith") if compare else ())]
+    weights = rng.random((20, 4))
+    caption = "a green robot with round glasses and a red cap on a yellow background"
+    trace = Traced(
+        caption, np.linspace(1, 0.05, 20), weights / weights.sum(1, keepdims=True), np.linspace(0.9, 0.1, 7),
+        pictures[:7], pictures[7],
+    )  # fmt: skip
+    curve = Curve([(20 * i, 2 / i) for i in range(1, 30)], [(300, 0.5), (600, 0.4)])
+    return Gallery(
+        clusters=[pictures] * 4,
+        curves=[curve] * 3 + [Curve([], [])],
+        chosen=[(caption, picture, True) for picture in pictures[:12]],
+        heldout=[(caption, picture, i % 5 > 0) for i, picture in enumerate(pictures)],
+        same=[Labelled(caption, dict(zip(names, pictures, strict=False)))] * 4,
+        painted_by=[0, 1, 2, 3],
+        traces=[trace, trace._replace(caption="")],
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the report is not seen: playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("the report is not seen: there is no chromium (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "compared"])
+def page_file(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(render(results(request.param), gallery(request.param)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("device", WIDTHS)
+def test_in_a_browser(browser, page_file, scheme, device):
+    width = WIDTHS[device]
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = context.new_page()
+    told: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(page_file.as_uri())
+    assert told == []
+    assert [url for url in asked if not url.startswith("data:")] == [page_file.as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    broken = "[...document.images].filter(image => !image.complete || image.naturalWidth === 0).length"
+    assert page.evaluate(broken) == 0
+    beyond = (
+        f"[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > {width + 1}).length"
+    )
+    assert page.evaluate(beyond) == 0
+    smallest = "Math.min(...[...document.images].map(image => image.getBoundingClientRect().width))"
+    assert page.evaluate(smallest) >= 30
+    light = [
+        _lightness(page.evaluate(f"getComputedStyle(document.body).{what}")) for what in ("backgroundColor", "color")
+    ]
+    assert (light[0] > light[1]) == (scheme == "light")
+    assert abs(light[0] - light[1]) > 0.6
+    context.close()
+
+
+def _lightness(colour: str) -> float:
+    return float(np.mean([int(part) for part in colour.split("(")[1].rstrip(")").split(",")[:3]])) / 255
+
+
+def test_what_users_write_is_text():
+    page = render(results(False), gallery(False))
+    assert "a &lt;distance&gt;" in page
+    assert "<distance>" not in page
+
+
+def test_numbers_in_words():
+    assert _time(59.4) == "59 s"
+    assert _time(61) == "1 min 01 s"
+    assert _flops(2.14e13) == "21.4 T"
+    assert _flops(3.1e9) == "3.1 G"
+    assert _flops(5e6) == "5 M"
