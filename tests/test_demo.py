@@ -17,7 +17,8 @@ import pytest
 from atoll.data.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
-from atoll.evaluation.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Asked, Stages, _flags, run_demo
+from atoll.evaluation.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, _flags, run_demo
+from atoll.evaluation.judge import Asked
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
@@ -109,7 +110,7 @@ class TestDemo:
     def test_held_out_combinations_are_not_in_the_data(self, first):
         data = Dataset.open(first[0] / "data")
         assert not any(is_heldout(attributes_of(caption)) for caption in data.texts("caption"))
-        asked = Asked.of(data, QUICK)
+        asked = Asked.of(data, QUICK.prompts, QUICK.prompts_heldout, QUICK.varied, QUICK.seeds)
         assert all(is_heldout(attributes_of(caption)) for caption in asked.heldout)
         assert not set(asked.seen) & set(asked.heldout)
         assert len(set(asked.heldout)) == QUICK.prompts_heldout

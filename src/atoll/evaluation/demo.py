@@ -18,36 +18,28 @@ import math
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.numpy import load_file, save_file
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from atoll.data.avatar_reader import read_avatars
-from atoll.data.avatars import ATTRIBUTES, attributes_of, draw_avatar
 from atoll.data.builtin import make
 from atoll.data.clusters import partition
 from atoll.data.codecs import load_codec
-from atoll.data.features import make_features
 from atoll.data.prepare import Settings as DataSettings
 from atoll.data.prepare import prepare
-from atoll.data.shards import TRAIN, Dataset
-from atoll.data.sheets import decode_rows, pictures_of, save_picture
+from atoll.data.shards import Dataset
+from atoll.data.sheets import decode_rows, save_picture
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
-from atoll.evaluation.frechet import Moments, frechet_distance
+from atoll.evaluation.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
 from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, write_report
 from atoll.files import alone, read_json, write_json, write_whole
 from atoll.sampling import defaults
@@ -60,15 +52,12 @@ from atoll.sampling.trace import draw_grid
 from atoll.training.expert import ExpertTask
 from atoll.training.fleet import Job, find_slots, run_jobs
 from atoll.training.journal import read_metrics
-from atoll.training.loop import Task
 from atoll.training.router import RouterTask
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags
 
 NUM_EXPERTS = 4
-SIZE = 32
 BALANCE = 1.3
 LICENSE = "Apache-2.0"
-BATCH = 100  # pictures at a time; each depends on its own seed alone
 PREVIEWS = 7
 ON_A_SHEET = 40
 CPU = torch.device("cpu")
@@ -326,7 +315,7 @@ class _Demo:
     def _models(self) -> dict[str, Path]:
         return {"ensemble": self.model, **(self.others if self.compare else {})}
 
-    def _sample(self) -> "Kept":
+    def _sample(self) -> Kept:
         """Chosen prompts; and one of each cluster, by each expert alone and by all models, from the same noise."""
         hashes = {name: ModelIndex.read(folder).hash for name, folder in self._models.items()}
         folder = self.out / "samples"
@@ -340,21 +329,21 @@ class _Demo:
             told.append(f"{len(CHOSEN)} prompts; {folder / 'grid.png'}")
         return found
 
-    def _make_samples(self, hashes: dict[str, str]) -> "Kept":
+    def _make_samples(self, hashes: dict[str, str]) -> Kept:
         captions = self._one_of_each_cluster()
         arrays: dict[str, NDArray[Any]] = {}
         about: dict[str, Any] = {"captions": captions}
         for name, folder in self._models.items():
             pipe = AtollPipeline(folder)
             made = pipe(captions, seed=0, output_type="pt", batch_size=BATCH, progress=False)
-            arrays[f"same_{name}"] = _bytes_of(made.images)
+            arrays[f"same_{name}"] = bytes_of(made.images)
             if name == "ensemble":
                 about["painted_by"] = [int(trace.weights.mean(0).argmax()) for trace in made.trace]
                 for k in range(NUM_EXPERTS):
                     arrays[f"same_expert_{k}"] = _by_one_expert(pipe, captions, k)
                 chosen = pipe(CHOSEN, seed=list(range(len(CHOSEN))), output_type="pt", batch_size=BATCH, progress=False)
-                arrays["chosen"] = _bytes_of(chosen.images)
-                about["chosen_right"] = _are_right(arrays["chosen"], CHOSEN)
+                arrays["chosen"] = bytes_of(chosen.images)
+                about["chosen_right"] = are_right(arrays["chosen"], CHOSEN)
                 arrays |= _traced(pipe)
         return Kept(hashes, about, arrays)
 
@@ -363,9 +352,9 @@ class _Demo:
         clusters = data.clusters()
         return data.texts("caption", [int(np.flatnonzero(clusters == k)[7]) for k in range(NUM_EXPERTS)])
 
-    def _evaluate(self) -> dict[str, "Kept"]:
+    def _evaluate(self) -> dict[str, Kept]:
         folder, plan = self.out / "evaluation", self.plan
-        prompts = Asked.of(Dataset.open(self.data), plan)
+        prompts = Asked.of(Dataset.open(self.data), plan.prompts, plan.prompts_heldout, plan.varied, plan.seeds)
         keys = {name: {"model": ModelIndex.read(model).hash} for name, model in self._models.items()}
         found = {name: Kept.read(folder, name, key) for name, key in keys.items()}
         with self.stages.stage("evaluate", all(found.values())) as told:
@@ -373,14 +362,15 @@ class _Demo:
             for name, kept in found.items():
                 if kept is None:
                     judge = judge or Judge(self.data, prompts)
-                    found[name] = judge.judge(self._models[name], keys[name])
-                    found[name].write(folder, name)
+                    fresh = judge.judge(self._models[name], keys[name])
+                    fresh.write(folder, name)
+                    found[name] = fresh
             told.append(f"{len(prompts.seen)} prompts, {len(prompts.heldout)} of combinations that nobody has seen")
         return {name: kept for name, kept in found.items() if kept is not None}
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def _results(self, judged: Mapping[str, "Kept"]) -> dict[str, Any]:
+    def _results(self, judged: Mapping[str, Kept]) -> dict[str, Any]:
         experts = [self._about(self.run / f"expert_{k}", f"expert_{k}") for k in range(NUM_EXPERTS)]
         router = self._about(self.run / "router", "router")
         parts = [*experts, router]
@@ -439,7 +429,7 @@ class _Demo:
             f'atoll sample model "{CHOSEN[0]}" --trace',
         ]
 
-    def _gallery(self, samples: "Kept", judged: Mapping[str, "Kept"]) -> Gallery:
+    def _gallery(self, samples: Kept, judged: Mapping[str, Kept]) -> Gallery:
         data = Dataset.open(self.data)
         clusters, codec = data.clusters(), load_codec(self.data)
         sheets = [decode_rows(data, np.flatnonzero(clusters == k)[:ON_A_SHEET], codec) for k in range(NUM_EXPERTS)]
@@ -483,155 +473,15 @@ class _Demo:
             f"{results['frechet']:.3f}"
         )
         for name, other in results.get("compare", {}).items():
-            print(
-                f"{name}: {other['prompt_accuracy']:.1%}, {other['prompt_accuracy_heldout']:.1%}, {other['frechet']:.3f}"
-            )
+            figures = f"{other['prompt_accuracy']:.1%}, {other['prompt_accuracy_heldout']:.1%}, {other['frechet']:.3f}"
+            print(f"{name}: {figures}")
         for aim in results["aims"]:
             if not aim["reached"]:
                 print(f"not reached: {aim['what']}, but {aim['found']:.3f}")
         print(f"look: {self.out / 'report.html'}")
 
 
-# --- what is kept of a stage -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """Pictures and what is known of them, made by the models of `key`."""
-
-    key: Mapping[str, str]
-    about: Mapping[str, Any]
-    arrays: Mapping[str, NDArray[Any]]
-
-    @classmethod
-    def read(cls, folder: Path, name: str, key: Mapping[str, str]) -> "Kept | None":
-        """None where there is nothing, or what there is was made by other models."""
-        path = folder / f"{name}.json"
-        if not path.exists():
-            return None
-        found = read_json(path, f"remove {path}, and run the demo again")
-        if found.get("key") != key:
-            return None
-        return cls(key, found["about"], load_file(folder / f"{name}.safetensors"))
-
-    def write(self, folder: Path, name: str) -> None:
-        """The JSON file last: it says that the other is there."""
-        arrays = {key: np.ascontiguousarray(array) for key, array in self.arrays.items()}
-        (folder / f"{name}.json").unlink(missing_ok=True)
-        write_whole(folder / f"{name}.safetensors", lambda staged: save_file(arrays, staged))
-        write_json(folder / f"{name}.json", {"key": dict(self.key), "about": dict(self.about)})
-
-
-# --- judging ---------------------------------------------------------------------------------------------------------
-
-
-class Asked(NamedTuple):
-    """The prompts, the same for all models."""
-
-    seen: list[str]  # captions of the training data
-    heldout: list[str]
-    varied: list[str]  # of each, so many pictures
-    seeds: int
-
-    @classmethod
-    def of(cls, data: Dataset, plan: Plan) -> "Asked":
-        captions = data.texts("caption", np.flatnonzero(data.column("split")[:] == TRAIN))
-        distinct = sorted(set(captions))
-        chosen = np.random.default_rng(0).choice(len(distinct), min(plan.prompts, len(distinct)), replace=False)
-        seen = [distinct[i] for i in chosen]
-        unseen: dict[str, None] = {}
-        for example in make("avatars", 100 * plan.prompts_heldout, SIZE, seed=1, heldout="only"):
-            unseen[example.caption] = None
-            if len(unseen) == plan.prompts_heldout:
-                break
-        return cls(seen, list(unseen), seen[: plan.varied], plan.seeds)
-
-
-class Judge:
-    """Prompts, seeds and the data's features, the same for all models."""
-
-    def __init__(self, data: Path, asked: Asked) -> None:
-        self.asked = asked
-        self.features = make_features("simple")
-        found = Dataset.open(data)
-        self.reference = Moments.of(found.column("features")[:].astype(np.float64))
-        # What a model cannot surpass: other real pictures, through the codec.
-        codec = load_codec(data)
-        rng = np.random.default_rng(1)
-        real = [draw_avatar(attributes_of(caption), SIZE, rng) for caption in (*asked.seen, *self._varied)]
-        pictures = pictures_of(codec.decode(codec.encode(_images_of(np.stack(real)))))
-        num = len(asked.seen)
-        self.real_distance = self._distance(pictures[:num])
-        self.real_spread = self._spread(pictures[num:])
-        self.real_right = float(np.mean(_are_right(pictures[:num], asked.seen)))
-
-    @property
-    def _varied(self) -> list[str]:
-        return [caption for caption in self.asked.varied for _ in range(self.asked.seeds)]
-
-    def judge(self, model: Path, key: Mapping[str, str]) -> Kept:
-        pipe, asked = AtollPipeline(model), self.asked
-        begun = time.perf_counter()
-        seen = self._make(pipe, asked.seen, 0)
-        seconds = (time.perf_counter() - begun) / len(asked.seen)
-        heldout = self._make(pipe, asked.heldout, 10_000)
-        varied = self._make(pipe, self._varied, 20_000)
-        right, right_heldout = _are_right(seen, asked.seen), _are_right(heldout, asked.heldout)
-        figures = {
-            "prompt_accuracy": float(np.mean(right)),
-            "prompt_accuracy_heldout": float(np.mean(right_heldout)),
-            "attribute_accuracy": _by_attribute(seen, asked.seen),
-            "attribute_accuracy_heldout": _by_attribute(heldout, asked.heldout),
-            "num_prompts": len(seen),
-            "num_prompts_heldout": len(heldout),
-            "frechet": self._distance(seen),
-            "diversity": self._spread(varied) / self.real_spread,
-            "real": {"prompt_accuracy": self.real_right, "frechet": self.real_distance, "diversity": 1.0},
-            "flops_an_image": flops_of_samples(pipe, asked.seen[:8]),
-            "seconds_an_image": round(seconds, 4),
-        }
-        about = {"figures": figures, "heldout": asked.heldout, "heldout_right": right_heldout}
-        return Kept(key, about, {"seen": seen, "heldout": heldout})
-
-    def _make(self, pipe: AtollPipeline, captions: Sequence[str], seed: int) -> NDArray[np.uint8]:
-        """A picture of each caption, from a seed of its own."""
-        seeds = [seed + i for i in range(len(captions))]
-        return _bytes_of(pipe(captions, seed=seeds, output_type="pt", batch_size=BATCH, progress=False).images)
-
-    def _distance(self, pictures: NDArray[np.uint8]) -> float:
-        return frechet_distance(self.reference, Moments.of(self._features(pictures)))
-
-    def _spread(self, pictures: NDArray[np.uint8]) -> float:
-        """How far apart pictures of one prompt are, on average over pairs."""
-        groups = self._features(pictures).reshape(len(self.asked.varied), self.asked.seeds, -1)
-        pairs = combinations(range(self.asked.seeds), 2)
-        return float(np.mean([np.linalg.norm(groups[:, a] - groups[:, b], axis=1).mean() for a, b in pairs]))
-
-    def _features(self, pictures: NDArray[np.uint8]) -> NDArray[np.float64]:
-        return self.features.extract(_images_of(pictures)).double().numpy()
-
-
-def _are_right(pictures: NDArray[np.uint8], captions: Sequence[str]) -> list[bool]:
-    """Whether every attribute that the caption tells is in the picture, and no other."""
-    wanted = [attributes_of(caption) for caption in captions]
-    return [found == want for found, want in zip(read_avatars(pictures), wanted, strict=True)]
-
-
-def _by_attribute(pictures: NDArray[np.uint8], captions: Sequence[str]) -> dict[str, float]:
-    wanted, found = [attributes_of(caption) for caption in captions], read_avatars(pictures)
-    pairs = list(zip(wanted, found, strict=True))
-    return {name: float(np.mean([want[name] == seen[name] for want, seen in pairs])) for name in ATTRIBUTES}
-
-
-def _images_of(pictures: NDArray[np.uint8]) -> Tensor:
-    """Bytes [n, S, S, 3] as images [n, 3, S, S] in [-1, 1]."""
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def _bytes_of(images: object) -> NDArray[np.uint8]:
-    """What a pipeline gives as tensors in [0, 1], as bytes."""
-    assert isinstance(images, Tensor)
-    return pictures_of(images * 2 - 1)
+# --- pictures ------------------------------------------------------------------------------------------------------
 
 
 def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDArray[np.uint8]:
@@ -642,49 +492,27 @@ def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDAr
         times=uniform_times(defaults.STEPS), routing=get_routing("oracle"), labels=torch.full((num,), k),
         guidance=Guidance(defaults.GUIDANCE),
     )  # fmt: skip
-    return _bytes_of(pipe.render(latents, "pt"))
+    return bytes_of(pipe.render(latents, "pt"))
 
 
 def _traced(pipe: AtollPipeline) -> dict[str, NDArray[Any]]:
     """The weights of the experts on the way of a few pictures, all of them mixed, and where each was heading."""
     made = pipe(TRACED, seed=0, output_type="pt", routing="full", previews=PREVIEWS, progress=False)
-    finals, arrays = _bytes_of(made.images), {}
+    finals = bytes_of(made.images)
+    arrays: dict[str, NDArray[Any]] = {}
     for i, trace in enumerate(made.trace):
         previews = pipe.render(torch.stack([preview.x0 for preview in trace.previews]), "pt")
         arrays |= {
             f"trace_{i}_times": np.array(trace.times),
             f"trace_{i}_weights": trace.weights.double().numpy(),
             f"trace_{i}_at": np.array([preview.t for preview in trace.previews]),
-            f"trace_{i}_previews": _bytes_of(previews),
+            f"trace_{i}_previews": bytes_of(previews),
             f"trace_{i}_final": finals[i],
         }
     return arrays
 
 
-# --- counting --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _counting() -> Iterator[Callable[[], int]]:
-    """The counter does not know a CPU's fused attention, so attention is done by plain matrix products meanwhile."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        yield counter.get_total_flops
-
-
-def flops_of_step(task: Task, batch: int) -> float:
-    """Of one update: the loss of a batch and its gradient."""
-    rows = np.arange(batch) % task.num_rows
-    drawn = task.draw(batch, torch.Generator().manual_seed(0))
-    with _counting() as total:
-        task.loss(task.network, task.read(rows), drawn).sum().backward()
-        return float(total())
-
-
-def flops_of_samples(pipe: AtollPipeline, captions: Sequence[str]) -> float:
-    """Of making a picture, on average."""
-    with _counting() as total:
-        pipe(captions, seed=0, output_type="latent", batch_size=BATCH, progress=False)
-        return total() / len(captions)
+# --- telling ------------------------------------------------------------------------------------------------------
 
 
 def _sum_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -149,11 +149,13 @@ def _experts(results: Mapping[str, Any], gallery: Gallery) -> str:
     cards = []
     for k, (expert, sheet, curve) in enumerate(zip(results["experts"], gallery.clusters, gallery.curves, strict=True)):
         kind = escape(KINDS.get(expert["objective"], expert["objective"]))
+        spent = _time(expert["training_seconds"])
+        told = f"{expert['pictures']:,} pictures · {expert['steps']:,} steps · {spent} of one core"
         cards.append(
             f"""<div class="card e{k}">
 <h3><i class="dot"></i>Expert {k} · {kind}</h3>
 <img src="{_uri(_sheet(sheet))}" alt="some of the pictures that expert {k} learned from">
-<div class="note">{expert["pictures"]:,} pictures · {expert["steps"]:,} steps · {_time(expert["training_seconds"])} of one core</div>
+<div class="note">{told}</div>
 {_loss_chart(curve, k)}
 </div>"""
         )
@@ -161,15 +163,15 @@ def _experts(results: Mapping[str, Any], gallery: Gallery) -> str:
     longer = ""
     if "ddpm" in steps and "fm" in steps and steps["ddpm"] != steps["fm"]:
         longer = (
-            f" Every owner decides alone how long to train: the DDPM expert took {steps['ddpm']:,} steps and the others "
-            f"{steps['fm']:,}, for noise prediction learns the first strokes of a picture more slowly. It also has the "
-            "smallest part."
+            f" Every owner decides alone how long to train: the DDPM expert took {steps['ddpm']:,} steps and the "
+            f"others {steps['fm']:,}, for noise prediction learns the first strokes of a picture more slowly. It also "
+            "has the smallest part."
         )
     return f"""<section>
 <h2>What each expert saw, and how it learned</h2>
-<p>The pictures were sorted into {_word(len(cards))} parts by how they look. The line is the loss in training, the circles
-are the loss on pictures kept aside. Losses of different objectives cannot be compared: one guesses a velocity, the
-other the noise.{longer}</p>
+<p>The pictures were sorted into {_word(len(cards))} parts by how they look. The line is the loss in training, the
+circles are the loss on pictures kept aside. Losses of different objectives cannot be compared: one guesses a velocity,
+the other the noise.{longer}</p>
 <div class="experts">
 {"".join(cards)}
 </div>
@@ -186,8 +188,8 @@ def _heldout(results: Mapping[str, Any], gallery: Gallery) -> str:
     )
     return f"""<section>
 <h2>Combinations that nobody has seen</h2>
-<p>A tenth of all combinations of character, colour, glasses, hat and background was kept from the data altogether. These
-are the first {min(HELDOUT_SHOWN, len(gallery.heldout))} such prompts that were tried, not the best. {told}</p>
+<p>A tenth of all combinations of character, colour, glasses, hat and background was kept from the data altogether.
+These are the first {min(HELDOUT_SHOWN, len(gallery.heldout))} such prompts that were tried, not the best. {told}</p>
 <div class="pictures small">
 {shown}
 </div>
@@ -226,8 +228,8 @@ of what is asked paints what it knows. The framed one is the router's choice.</p
 
 def _traces(results: Mapping[str, Any], gallery: Gallery) -> str:
     legend = "".join(
-        f'<li class="e{k}"><i class="dot"></i>expert {k}, {escape(KINDS.get(expert["objective"], expert["objective"]))}</li>'
-        for k, expert in enumerate(results["experts"])
+        f'<li class="e{k}"><i class="dot"></i>expert {k}, {escape(KINDS.get(kind, kind))}</li>'
+        for k, kind in enumerate(expert["objective"] for expert in results["experts"])
     )
     return f"""<section>
 <h2>Who painted what, and when</h2>
@@ -271,7 +273,7 @@ def _table(results: Mapping[str, Any]) -> str:
     body = "".join(
         f"<tr><th>{what}</th>"
         + "".join(
-            f"<td{' class=ours' if name == 'ensemble' else ''}>{show(model[key]) if key in model else '–'}</td>"
+            f"<td{' class=ours' if name == 'ensemble' else ''}>{show(model[key]) if key in model else '-'}</td>"
             for name, model in models.items()
         )
         + "</tr>\n"
@@ -287,8 +289,8 @@ def _table(results: Mapping[str, Any]) -> str:
         ""
         if "compare" in results
         else (
-            "<p class=note><code>atoll demo --compare</code> adds one model trained with as many FLOPs, and the same ensemble "
-            "with flow matching alone.</p>"
+            "<p class=note><code>atoll demo --compare</code> adds one model trained with as many FLOPs, and the same "
+            "ensemble with flow matching alone.</p>"
         )
     )
     return f"""<section>
@@ -307,19 +309,19 @@ def _table(results: Mapping[str, Any]) -> str:
 def _meaning(results: Mapping[str, Any]) -> str:
     compared = "compare" in results
     meanings = {
-        "Every attribute right": "A program reads each picture back: character, colour, glasses, hat, its colour and the "
-        f"background. Only if all six are as the prompt says, the picture counts. Of real pictures it reads "
+        "Every attribute right": "A program reads each picture back: character, colour, glasses, hat, its colour and "
+        f"the background. Only if all six are as the prompt says, the picture counts. Of real pictures it reads "
         f"{_percent(results['real']['prompt_accuracy'])} right. Prompts are captions of the training data, "
         f"{results['num_prompts']} of them, each with a seed of its own.",
-        "Unseen combinations": "The same for combinations that were kept from the data, though each attribute alone was "
-        "in it.",
-        "Frechet distance": "How far the samples as a whole are from the data as a whole, measured on colours and edges "
-        "(features “simple”). It says whether one row is better than another here, and nothing beyond this page. “Real "
-        "pictures” are others like the data, through the codec: no model can do much better.",
+        "Unseen combinations": "The same for combinations that were kept from the data, though each attribute alone "
+        "was in it.",
+        "Frechet distance": "How far the samples as a whole are from the data as a whole, measured on colours and "
+        "edges (features simple). It says whether one row is better than another here, and nothing beyond this page. "
+        "Real pictures are others like the data, through the codec: no model can do much better.",
         "Diversity": "How different pictures of one prompt are from each other (the eyes, the mouth, the light), as a "
         "share of how different real ones are.",
-        "FLOPs": "Counted by torch in a step of training or a picture: multiplications and additions of matrix products. "
-        "The router’s are among the ensemble’s.",
+        "FLOPs": "Counted by torch in a step of training or a picture: multiplications and additions of matrix "
+        "products. Those of the router are among the ensemble's.",
         "Core time": "Seconds of one core. Experts run side by side, so the clock shows less.",
     }
     if compared:
@@ -328,8 +330,8 @@ def _meaning(results: Mapping[str, Any]) -> str:
             f"together: {results['compare']['monolith']['steps']:,}, with batches of the same size."
         )
         meanings["All flow matching"] = (
-            "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, for "
-            "as many steps."
+            "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, "
+            "for as many steps."
         )
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in meanings.items())
     return f"<section>\n<h2>What the numbers mean</h2>\n<dl>{listed}</dl>\n</section>"
@@ -371,7 +373,8 @@ def _loss_chart(curve: Curve, k: int) -> str:
         f'<circle class="held" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in (place(*p) for p in curve.held_out)
     )
     base = high - bottom
-    return f"""<svg viewBox="0 0 {wide} {high}" role="img" aria-label="loss of expert {k}, from {math.exp(low + span):.2f} to {math.exp(low):.2f}">
+    label = f"loss of expert {k}, from {math.exp(low + span):.2f} to {math.exp(low):.2f}"
+    return f"""<svg viewBox="0 0 {wide} {high}" role="img" aria-label="{label}">
 <path class="axis" d="M{left} {top}V{base}H{wide - 8}"/>
 <text x="{left - 6}" y="{top + 8}" text-anchor="end">{math.exp(low + span):.2f}</text>
 <text x="{left - 6}" y="{base}" text-anchor="end">{math.exp(low):.2f}</text>

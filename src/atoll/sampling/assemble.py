@@ -1,6 +1,6 @@
 """Parts that were made apart as one model: a folder in the layout of the published Paris model.
 
-MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of this list
+MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
 MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors
 MODEL/router/                    config.json, model.safetensors; one expert needs none
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
@@ -8,6 +8,7 @@ MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -41,6 +42,11 @@ KEPT = (CONFIG, WEIGHTS, CALIBRATION)  # of an expert or a router; its training 
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
 MADE = "give a folder that `atoll assemble` has made"
+AGAIN = "copy it again from its source"
+KINDS: dict[Any, str] = {
+    Mapping: "a table of keys and values", list: "a list", str: "a text", int: "a whole number",
+    int | None: "a whole number or null",
+}  # fmt: skip
 
 
 # --- the index ----------------------------------------------------------------------------------------------------
@@ -59,20 +65,34 @@ class ModelIndex:
     files: Mapping[str, str]  # SHA-256 of each, by its path in the folder
 
     def __post_init__(self) -> None:
+        for name in ("latent_space", "text_encoder", "files"):
+            value_of(vars(self), name, Mapping, INDEX)
         object.__setattr__(self, "experts", tuple(self.experts))
+        for part in (*self.experts, self.router):
+            if part is not None and not _is_plain(folder := value_of(part, "folder", str, f"a part in {INDEX}")):
+                raise InputError(f"the folder of a part must be a plain name, but is {folder!r}")
         if self.num_experts < 1 or len(self.experts) != self.num_experts:
             raise InputError(f"num_experts is {self.num_experts}, but {len(self.experts)} experts are listed")
-        for part in (*self.experts, self.router):
-            if part is not None and not _is_plain(part.get("folder")):
-                raise InputError(f"the folder of a part must be a plain name, but is {part.get('folder')!r}")
         for path in self.files:
             if len(Path(path).parts) != 2 or not all(map(_is_plain, Path(path).parts)):
                 raise InputError(f"a file must be named as FOLDER/NAME, but one is {path!r}")
+            value_of(self.files, path, str, f"the list of files in {INDEX}")
+        for part in self.experts:
+            if part is not None:
+                about = f"{part['folder']} in {INDEX}"
+                value_of(part, "cluster", int | None, about)
+                value_of(value_of(part, "objective", Mapping, about), "name", str, about)
+        folders = [part["folder"] for part in (*self.experts, self.router) if part is not None]
+        for name, count in Counter(folders).items():
+            if count > 1:
+                raise InputError(f"{INDEX} names {name} for {count} parts: assemble the model again")
+        value_of(self.latent_space, "codec", Mapping, f"latent_space in {INDEX}")
+        shape_of(self.latent_space, f"latent_space in {INDEX}")
 
     @property
     def hash(self) -> str:
-        """Of the whole model: two models with the same hash have the same files."""
-        return hashlib.sha256(json.dumps(dict(self.files), sort_keys=True).encode()).hexdigest()
+        """Of the whole model: two models with the same hash have the same files, in the same places."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     @property
     def objectives(self) -> tuple[str | None, ...]:
@@ -94,26 +114,29 @@ class ModelIndex:
         if (found := values.pop("format", None)) != FORMAT:
             raise InputError(f"{path} has format {found!r}, and this version of atoll reads {FORMAT}")
         promised = values.pop("hash", None)
-        try:
-            index = build(cls, values, str(path))
-            complete = all(part is None or part["objective"]["name"] for part in index.experts)
-            matches = index.hash == promised and index.latent_space["shape"] and complete
-        except (TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{path} is damaged ({error!r}): copy it again from its source") from error
-        if not matches:
-            raise InputError(f"{path} was altered, its hash is not that of its files: assemble the model again")
+        value_of(values, "experts", list, str(path))
+        index = build(cls, values, str(path))
+        if index.hash != promised:
+            raise InputError(f"{path} was altered, its hash is not that of what it says: assemble the model again")
         return index
+
+    def check_card(self, folder: Path, part: str) -> None:
+        """Refuse a part whose config.json is not the one that was assembled, before any of its weights are read."""
+        if _digest(folder / part / CONFIG) != self.files.get(f"{part}/{CONFIG}"):
+            raise InputError(f"{folder / part} is not the one the model was assembled with: assemble the model again")
 
     def verify(self, folder: str | Path) -> None:
         """Read every file, and name the first that is not what it was; parts that are missing altogether may be."""
         for name, expected in self.files.items():
             path = Path(folder) / name
             if path.parent.is_dir() and (not path.is_file() or _digest(path) != expected):
-                raise InputError(f"{path} is not the file that the model was made of: copy it again from its source")
+                raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
     """The folder itself, or where the hub's files are kept on this machine."""
+    if not isinstance(folder, str | Path):
+        raise InputError(f"a model is a folder or a hub id, not {folder!r:.80}: {MADE}")
     if Path(folder).is_dir():
         return Path(folder)
     if isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~" or Path(folder).exists():
@@ -129,15 +152,16 @@ def check_part(
     model: str | Path,
 ) -> None:
     """Refuse an expert or a router that was made for other latents or other texts than those of `model`."""
-    space = card.get("latent_space") or {}
-    check_frozen(path, space.get("codec") or {}, latent_space["codec"], "codec", model)
-    if list(space.get("shape", ())) != list(latent_space["shape"]):
+    about = str(path / CONFIG)
+    space = value_of(card, "latent_space", Mapping, about)
+    check_frozen(path, value_of(space, "codec", Mapping, about), latent_space["codec"], "codec", model)
+    if (shape := shape_of(space, about)) != list(latent_space["shape"]):
         raise InputError(
-            f"{path} does not fit: it takes latents {space.get('shape')}, not {latent_space['shape']} as the others, "
+            f"{path} does not fit: it takes latents {shape}, not {latent_space['shape']} as the others, "
             "so give parts that were made from one data set"
         )
     if card.get("text_encoder") is not None:  # a router may be blind to the text
-        check_frozen(path, card["text_encoder"], text_encoder, "text encoder", model)
+        check_frozen(path, value_of(card, "text_encoder", Mapping, about), text_encoder, "text encoder", model)
 
 
 def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str, model: str | Path) -> None:
@@ -150,6 +174,33 @@ def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any],
         )
 
 
+def value_of(table: object, key: str, kind: Any, where: str) -> Any:
+    """A value of a table that anyone may have written, if it is of this kind."""
+    if not isinstance(table, Mapping):
+        raise InputError(f"{where} is damaged, there is {table!r:.60} in place of a table with {key!r}: {AGAIN}")
+    if key not in table:
+        raise InputError(f"{where} is damaged, it lacks {key!r}: {AGAIN}")
+    value = table[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InputError(f"{where} is damaged, its {key!r} must be {KINDS[kind]}, but is {value!r:.60}: {AGAIN}")
+    return value
+
+
+def shape_of(space: Mapping[str, Any], where: str) -> list[int]:
+    """[C, S, S] of a latent space."""
+    shape: list[int] = value_of(space, "shape", list, where)
+    if len(shape) != 3 or any(type(size) is not int or size < 1 for size in shape):
+        raise InputError(f"{where} is damaged, its 'shape' must be three whole numbers, but is {shape!r:.60}: {AGAIN}")
+    return shape
+
+
+def cluster_of(card: Mapping[str, Any], where: str) -> int | None:
+    """Of an expert; None: it was trained on all of the data."""
+    data = {} if card.get("data") is None else value_of(card, "data", Mapping, where)
+    cluster: int | None = value_of({"cluster": None, **data}, "cluster", int | None, where)
+    return cluster
+
+
 def _is_plain(name: object) -> bool:
     """Whether a name from a file that anyone may have written stays within its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
@@ -160,7 +211,7 @@ def _digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise InputError(f"cannot read {path} ({reason_of(error)}): copy it again from its source") from error
+        raise InputError(f"cannot read {path} ({reason_of(error)}): {AGAIN}") from error
 
 
 # --- putting one together -----------------------------------------------------------------------------------------
@@ -204,7 +255,7 @@ def assemble(
     for name in (CODEC, TEXT, TOKENIZER):
         if (source / name).is_dir():
             parts[name] = source / name, _kept_of(source / name)
-    licenses = {name: str(cards[folder]["license"]) for name, (folder, _) in parts.items() if folder in cards}
+    licenses = {name: cards[folder]["license"] for name, (folder, _) in parts.items() if folder in cards}
     with _staged(Path(out)) as staged:
         files = {f"{part}/{name}": _digest(path) for part, name, path in _place_all(parts, staged)}
         index = ModelIndex(
@@ -228,6 +279,8 @@ def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
     for name in index.files:
         part, file = Path(name).parts
         if (folder / part).is_dir():
+            if not (folder / name).is_file():
+                raise InputError(f"{folder / name} is missing: {AGAIN}")
             parts.setdefault(part, (folder / part, []))[1].append(file)
     with _staged(Path(out)) as staged:
         for _ in _place_all(parts, staged):
@@ -301,25 +354,28 @@ def _about_expert(folder: Path) -> dict[str, Any]:
     if kind != DiT.__name__:
         raise InputError(f"{folder} is a {kind}, not an expert: give it as --router, if it is one")
     expert = Expert.load(folder)
-    trained = expert.objective
+    trained, about = expert.objective, str(folder / CONFIG)
     objective = {
         "name": objective_name(trained), "prediction": str(trained.prediction), "schedule": trained.schedule
     }  # fmt: skip
     return {
         "latent_space": expert.latent_space,
         "text_encoder": expert.text_encoder,
-        "cluster": expert.data.get("cluster"),
+        "cluster": cluster_of({"data": expert.data}, about),
         "objective": objective,
-        "license": expert.license,
+        "license": "unknown" if expert.license is None else value_of(vars(expert), "license", str, about),
     }
 
 
 def _about_router(folder: Path) -> dict[str, Any]:
     router = load_router(folder)
+    temperature = router.card.get("temperature", 1.0)
+    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
+        raise InputError(f"{folder / CONFIG} is damaged, its 'temperature' is {temperature!r:.60}: {AGAIN}")
     entry = {
         "model": type(router).__name__,
         "reads_text": router.config.text_dim is not None,
-        "temperature": router.card.get("temperature", 1.0),
+        "temperature": temperature,
     }
     return {**router.card, "num_experts": router.config.num_experts, "entry": entry}
 
@@ -442,12 +498,18 @@ def _check_free(out: Path) -> None:
         return
     if not out.is_dir():
         raise InputError(f"{out} is a file: choose another folder for the model")
-    found = sorted(path.name for path in out.iterdir())
+    found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*"))
     if not found:
         return
     if INDEX not in found:
         raise InputError(f"{out} is not empty and not a model: choose another folder, it is left as it is")
-    ours = {INDEX, *(Path(name).parts[0] for name in ModelIndex.read(out).files)}
+    try:
+        files = ModelIndex.read(out).files
+    except InputError as error:
+        raise InputError(
+            f"{out} holds a model that is damaged or too old: move it, or choose another folder"
+        ) from error
+    ours = {INDEX, *files, *(Path(name).parts[0] for name in files)}
     for name in found:
         if name not in ours:
             raise InputError(f"{out} holds {name}, which is not of the model in it: move it, or choose another folder")

@@ -4,6 +4,7 @@ diffusers itself is not needed: its pipeline class would add a dependency of the
 every part at once, where here experts come into memory when they are first needed and may leave it again.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,13 +29,14 @@ from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, unknown
 from atoll.files import read_json
-from atoll.models.store import CONFIG, WEIGHTS
+from atoll.models.store import CONFIG, DTYPES, WEIGHTS
 from atoll.sampling import defaults
 from atoll.sampling.assemble import (
     INDEX,
     ModelIndex,
     check_frozen,
     check_part,
+    cluster_of,
     copy_model,
     find_model,
     load_router,
@@ -42,10 +44,12 @@ from atoll.sampling.assemble import (
 )
 from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Guidance, Prompts
-from atoll.sampling.routing import Routing, get_routing
+from atoll.sampling.routing import POLICIES, Routing, get_routing
 from atoll.sampling.trace import ImageTrace, Preview
 
 OUTPUTS = ("pil", "np", "pt", "latent")
+ROUTINGS = tuple(name for name in POLICIES if name != "oracle")  # a prompt has no label
+MOST_STEPS = 10_000
 
 OnStepEnd = Callable[["AtollPipeline", int, Tensor, dict[str, Tensor]], Mapping[str, Tensor] | None]
 """callback(pipe, step, t, {"latents": ..., "x0": ...}); "latents" in what it returns take the place of these."""
@@ -66,7 +70,7 @@ class Samples:
 class AtollPipeline:
     """Experts, router, codec and text encoder of one model folder."""
 
-    device: torch.device
+    device = torch.device("cpu")
     dtype: torch.dtype | None = None  # of the experts; None: as they were saved
 
     def __init__(
@@ -74,18 +78,20 @@ class AtollPipeline:
         folder: Path,
         *,
         max_resident: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         conversion: Conversion | str | None = None,
     ) -> None:
         self.folder = folder
         self.index = ModelIndex.read(folder)
-        self.max_resident = max_resident
+        self.max_resident = None if max_resident is None else _whole("max_resident", max_resident)
         self.conversion = None if conversion is None else Conversion(conversion)
         self.codec = load_codec(folder)
         self.text_encoder = load_text_encoder(folder)
         check_frozen(folder / CODEC, self.codec.describe(), self.index.latent_space["codec"], "codec", INDEX)
         check_frozen(folder / TEXT, self.text_encoder.describe(), self.index.text_encoder, "text encoder", INDEX)
+        for part in (CODEC, TEXT):
+            self.index.check_card(folder, part)
         self.router = None if self.index.router is None else self._open_router(self.index.router["folder"])
         self.to(device, dtype)
         self._interrupt = False
@@ -96,7 +102,7 @@ class AtollPipeline:
         folder: str | Path,
         *,
         max_resident: int | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         conversion: Conversion | str | None = None,
         revision: str | None = None,
@@ -119,24 +125,36 @@ class AtollPipeline:
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
         return push_model(self.folder, repo_id, private, token)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Move all of it; `dtype` is for the experts alone.
+    def to(
+        self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | str | None = None
+    ) -> Self:
+        """Move all of it; `dtype` is for the experts alone, and may come first, as diffusers has it.
 
         Latents stay in single precision, and so does the router: it is small beside them, and decides.
         """
-        if dtype is not None and not dtype.is_floating_point:
-            raise InputError(f"experts run in float32, bfloat16 or float16, not in {dtype_name(dtype)}")
+        if isinstance(device, torch.dtype):
+            if dtype is not None:
+                raise InputError("there are two dtypes: give a device and a dtype, or one of them")
+            device, dtype = None, device
+        before = self.device, self.dtype
         self.device = self.device if device is None else get_device(device)
-        self.dtype = self.dtype if dtype is None else dtype
-        for part in (self.codec, self.text_encoder, self.router):
-            if isinstance(part, nn.Module):
-                part.to(self.device)
-        self.ensemble = self._open_ensemble()
+        self.dtype = self.dtype if dtype is None else get_dtype(dtype)
+        if not hasattr(self, "ensemble") or before != (self.device, self.dtype):
+            for part in (self.codec, self.text_encoder, self.router):
+                if isinstance(part, nn.Module):
+                    part.to(self.device)
+            self.ensemble = self._open_ensemble()
         return self
 
     @property
     def num_experts(self) -> int:
         return self.index.num_experts
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Each expert's by name, or "missing"."""
+        found = zip(self.index.objectives, self.ensemble.present.tolist(), strict=True)
+        return tuple(name if name and present else "missing" for name, present in found)
 
     @property
     def interrupt(self) -> bool:
@@ -146,6 +164,7 @@ class AtollPipeline:
         path = self.folder / name
         router = load_router(path)
         check_part(path, router.card, self.index.latent_space, self.index.text_encoder, INDEX)
+        self.index.check_card(self.folder, name)
         return router.float()
 
     def _open_ensemble(self) -> Ensemble:
@@ -162,8 +181,9 @@ class AtollPipeline:
         expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device)
         card = read_json(path / CONFIG, "copy it again from its source")
         check_part(path, card, self.index.latent_space, self.index.text_encoder, INDEX)
-        if (found := (card.get("data") or {}).get("cluster")) != cluster:
+        if (found := cluster_of(card, str(path / CONFIG))) != cluster:
             raise InputError(f"{path} is the expert of cluster {found}, not of {cluster}: assemble the model again")
+        self.index.check_card(self.folder, path.name)
         try:
             with safe_open(path / WEIGHTS, "pt"):
                 pass
@@ -191,7 +211,7 @@ class AtollPipeline:
         callback_on_step_end: OnStepEnd | None = None,
         routing: str | None = None,
         top_k: int | None = None,
-        threshold: float = defaults.THRESHOLD,
+        threshold: float | None = None,
         route_every: int = 1,
         confident: float | None = None,
         solver: str = defaults.SOLVER,
@@ -202,22 +222,22 @@ class AtollPipeline:
         """Images of prompts. The same prompt and seed give the same image, whatever else is made with it.
 
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
-        seeds are drawn from the generator, or from torch's own. `routing` is top1, or topk where `top_k` is given; the
-        router is asked at every `route_every`-th evaluation, and no more about a sample of which it is `confident`.
-        `previews` is how many estimates of the final latents each trace shall hold at most. Where images are split into
-        batches, the callback sees one batch after another.
+        seeds are drawn from the generator, or from torch's own. `routing` is top1, or topk where `top_k` is given, or
+        threshold where that is; the router is asked at every `route_every`-th evaluation, and no more about a sample
+        once an expert's probability has reached `confident`. `previews` is how many estimates of the final latents each
+        trace shall hold at most. Where images are split into batches, the callback sees one batch after another.
         """
         prompts, negatives = _texts_of(prompt, negative_prompt)
         if output_type not in OUTPUTS:
             raise unknown("output type", output_type, OUTPUTS)
-        for name, value in (("num_images_per_prompt", num_images_per_prompt), ("batch_size", batch_size)):
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, but is {value!r}")
+        num_images_per_prompt = _whole("num_images_per_prompt", num_images_per_prompt)
+        batch_size = _whole("batch_size", batch_size)
+        steps = _whole("the number of steps", num_inference_steps, most=MOST_STEPS)
         seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
-        guidance = Guidance(guidance_scale)
+        guidance = Guidance(_number("the guidance scale", guidance_scale))
         chosen = self._routing(routing, top_k, threshold, route_every, confident)
         get_solver(solver)
-        times = uniform_times(num_inference_steps)
+        times = uniform_times(steps)
         warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
         prompts, negatives = (
             [p for p in texts for _ in range(num_images_per_prompt)] for texts in (prompts, negatives)
@@ -227,16 +247,14 @@ class AtollPipeline:
         images: list[Any] = []
         traces: list[ImageTrace] = []
         batches = range(0, len(prompts), batch_size)
-        shown = _preview_steps(num_inference_steps, previews)
-        with tqdm(
-            total=len(batches) * num_inference_steps, unit=" steps", disable=None if progress else True, leave=False
-        ) as bar:
+        shown = _preview_steps(steps, _whole("previews", previews, least=0))
+        with tqdm(total=len(batches) * steps, unit=" steps", disable=None if progress else True, leave=False) as bar:
             for first in batches:
                 if self._interrupt:
                     break
                 rows = slice(first, first + batch_size)
                 watch = _Watch(self, callback_on_step_end, shown, bar.update)
-                encoded = Prompts.encode(self.text_encoder, prompts[rows], negatives[rows])
+                encoded = _encoded(self.text_encoder, prompts[rows], negatives[rows])
                 try:
                     latents = generate(
                         self.ensemble, encoded, seeds[rows], solver=solver, times=times, routing=chosen,
@@ -247,15 +265,19 @@ class AtollPipeline:
                 images.append(self.render(latents, output_type))
                 traces += watch.traces(len(latents))
         num = len(traces)
-        settings = {
-            "steps": num_inference_steps,
+        settings: dict[str, Any] = {
+            "steps": steps,
             "guidance": guidance.scale,
             "solver": solver,
             "routing": describe_routing(chosen),
-            "route_every": route_every,
+            "route_every": chosen.every,
+            "confident": chosen.confident,
             "conversion": None if self.conversion is None else self.conversion.value,
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
+        present = zip(self.ensemble.names, self.ensemble.present.tolist(), strict=True)
+        if missing := [name for name, here in present if not here]:
+            settings["missing"] = missing
         return Samples(
             _joined(images), tuple(seeds[:num]), tuple(prompts[:num]), tuple(negatives[:num]), tuple(traces), settings
         )
@@ -273,12 +295,28 @@ class AtollPipeline:
         return unit if output_type == "pt" else unit.permute(0, 2, 3, 1).cpu().numpy()
 
     def _routing(
-        self, spec: str | None, top_k: int | None, threshold: float, every: int, confident: float | None
+        self, spec: str | None, top_k: int | None, threshold: float | None, every: int, confident: float | None
     ) -> Routing:
-        if spec is None:
-            spec = defaults.ROUTING if top_k is None else "topk"
-        k = min(defaults.TOP_K, self.num_experts) if top_k is None else top_k
-        routing = get_routing(spec, k=k, tau=threshold, every=every, confident=confident)
+        given = [name for name, value in (("topk", top_k), ("threshold", threshold)) if value is not None]
+        if len(given) > 1:
+            raise InputError("top_k and threshold are for two kinds of routing: give one of them")
+        chosen = spec if spec is not None else given[0] if given else defaults.ROUTING
+        name, _, number = str(chosen).partition(":")
+        if name not in ROUTINGS:
+            raise unknown("routing", name, ROUTINGS)
+        for other in given:
+            option = "top_k" if other == "topk" else other
+            if name != other:
+                raise InputError(f"{option} is for {other} routing, not for {name}: leave one of them out")
+            if number:
+                raise InputError(f"routing {chosen} has its number already: leave out {option}")
+        routing = get_routing(
+            str(chosen),
+            k=min(defaults.TOP_K, self.num_experts) if top_k is None else _whole("top_k", top_k),
+            tau=defaults.THRESHOLD if threshold is None else _number("threshold", threshold),
+            every=_whole("route_every", every),
+            confident=None if confident is None else _number("confident", confident),
+        )
         if routing.name == "topk" and routing.k > self.num_experts:
             raise InputError(f"top_k must be at most the {self.num_experts} experts of the model, but is {routing.k}")
         return routing
@@ -304,8 +342,12 @@ class _Watch:
             self.previews.append((float(step.t), step.x0.cpu()))
         if self.callback is not None:
             answer = self.callback(self.pipe, step.number, step.t, {"latents": step.x, "x0": step.x0})
+            if not isinstance(answer, Mapping | None):
+                raise InputError(f"the callback must give a table with 'latents', or None, but gave {answer!r:.80}")
             replaced = (answer or {}).get("latents")
             if replaced is not None and replaced is not step.x:
+                if not isinstance(replaced, Tensor):
+                    raise InputError(f"the callback must give latents as a tensor, but gave {replaced!r:.80}")
                 if replaced.shape != step.x.shape:
                     raise InputError(
                         f"the callback gave latents {list(replaced.shape)} in place of {list(step.x.shape)}: "
@@ -337,15 +379,30 @@ class _Interrupted(Exception):
 
 def get_device(name: torch.device | str) -> torch.device:
     """auto, cpu, cuda or cuda:N, if it is here."""
-    if name == "auto":
+    if isinstance(name, str) and name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"unknown device {str(name)!r}: give auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {str(name)!r} is not supported: give auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no {name} here: use cpu, or auto")
     return device
+
+
+def get_dtype(given: torch.dtype | str) -> torch.dtype:
+    """One that experts can compute in, also by its name."""
+    names = {dtype_name(dtype): dtype for dtype in DTYPES}
+    if isinstance(given, str):
+        if given not in names:
+            raise unknown("dtype", given, names)
+        return names[given]
+    if given not in DTYPES:
+        name = dtype_name(given) if isinstance(given, torch.dtype) else repr(given)
+        raise InputError(f"experts run in {', '.join(names)}, not in {name}: give one of these")
+    return given
 
 
 def describe_routing(routing: Routing) -> str:
@@ -367,10 +424,21 @@ def warn_of_long_texts(encoder: TextEncoder, texts: set[str]) -> None:
             )
 
 
+def _encoded(encoder: TextEncoder, prompts: Sequence[str], negatives: Sequence[str]) -> Prompts:
+    """Each text is encoded once, however many images are made of it."""
+    distinct = list(dict.fromkeys((*prompts, *negatives)))
+    found = Prompts.of(*encoder.encode(encoder.tokenize(distinct)))
+    number = dict(zip(distinct, found.positive, strict=True))
+    return Prompts(found.texts, tuple(number[text] for text in prompts), tuple(number[text] for text in negatives))
+
+
 def _texts_of(prompt: str | Sequence[str], negative: str | Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
     """The prompts, and as many negative ones."""
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    negatives = [negative or ""] * len(prompts) if negative is None or isinstance(negative, str) else list(negative)
+    prompts = [prompt] if isinstance(prompt, str) else _listed("prompt", "a text", prompt)
+    if negative is None or isinstance(negative, str):
+        negatives = [negative or ""] * len(prompts)
+    else:
+        negatives = _listed("negative_prompt", "a text", negative)
     if not prompts:
         raise InputError("there is no prompt: give at least one")
     for text in (*prompts, *negatives):
@@ -394,22 +462,62 @@ def _seeds_of(
     if seed is not None:
         if generator is not None:
             raise InputError("seeds are given or drawn from a generator, but not both: leave one of them out")
-        seeds = [seed] * num_prompts if isinstance(seed, int) else list(seed)
+        each = [seed] * num_prompts if _is_whole(seed) else _listed("seed", "a whole number", seed)
+        seeds = [_whole("a seed", one, least=0, most=2**63 - 1) for one in each]
         if len(seeds) == num_prompts:
             seeds = [first + i for first in seeds for i in range(num_each)]
         if len(seeds) != num:
             raise InputError(f"there are {len(seeds)} seeds for {num} images: give one, one a prompt or one an image")
         return seeds
-    generators = [generator] * num if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    if generator is None or isinstance(generator, torch.Generator):
+        generators: list[Any] = [generator] * num
+    else:
+        generators = _listed("generator", "a torch.Generator", generator)
+    for one in generators:
+        if not isinstance(one, torch.Generator | None):
+            raise InputError(f"a generator must be a torch.Generator, but one is {one!r:.80}")
     if len(generators) != num:
         raise InputError(f"there are {len(generators)} generators for {num} images: give one, or one for each")
     return [int(torch.randint(2**63 - 1, (), generator=g, device="cpu" if g is None else g.device)) for g in generators]
 
 
+def _listed(name: str, kind: str, values: Any) -> list[Any]:
+    try:
+        if isinstance(values, str):
+            raise TypeError
+        return list(values)
+    except TypeError as error:
+        raise InputError(f"{name} must be {kind} or a list of such, but is {values!r:.80}") from error
+
+
+def _is_whole(value: object) -> bool:
+    """Python's, NumPy's and 0-d tensors' whole numbers."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(value, bool)
+
+
+def _whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    number = operator.index(value) if _is_whole(value) else None
+    if number is None or number < least or (most is not None and number > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InputError(f"{name} must be a whole number {span}, but is {value!r:.80}")
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes | bool):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"{name} must be a number, but is {value!r:.80}") from error
+
+
 def _preview_steps(num_steps: int, num: int) -> frozenset[int]:
     """At most `num` steps, as far apart as each other, from the first on."""
-    if type(num) is not int or num < 0:
-        raise InputError(f"previews must be a whole number of at least 0, but is {num!r}")
     return frozenset(range(0, num_steps, -(-num_steps // num))) if num else frozenset()
 
 

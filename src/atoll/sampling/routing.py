@@ -18,11 +18,10 @@ POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
 OPTIONS = {"topk": "k", "threshold": "tau", "by_time": "switch"}
 SPOKEN = {
-    "k": "top_k (--top-k)",
-    "tau": "threshold (--threshold)",
+    "k": "top_k",
+    "tau": "threshold",
     "switch": "the T of by_time:T",
-    "every": "route_every (--route-every)",
-    "confident": "confident (--confident)",
+    "every": "route_every",
 }  # what those who sample call them
 
 
@@ -47,7 +46,7 @@ class Routing:
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{SPOKEN[name]} must lie in [0, 1], but is {getattr(self, name)!r}")
         if self.confident is not None and not 0 < self.confident <= 1:
-            raise InputError(f"{SPOKEN['confident']} must lie above 0 and be at most 1, but is {self.confident!r}")
+            raise InputError(f"confident must lie above 0 and be at most 1, but is {self.confident!r}")
 
     def weights(
         self,
