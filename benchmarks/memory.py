@@ -33,13 +33,13 @@ from atoll.training.loop import Tensors, train
 from atoll.training.memory import (
     CUDA_BASE,
     FLOAT,
+    Heap,
     Kernels,
     Storages,
     in_words,
     largest_micro_batch,
     peak_resident,
     predict,
-    return_freed_memory,
 )
 from atoll.training.settings import ExpertSettings
 
@@ -151,8 +151,7 @@ def main() -> None:
         if args.do == "predict":
             print(predict(case.config, settings, text_length=case.text_length).total)
             return
-        if args.checkpointing:
-            return_freed_memory()
+        Heap(args.checkpointing)
         with TemporaryDirectory() as folder:
             train(lambda device: Noise(case), settings, Path(folder), progress=False)
         print(peak_resident())

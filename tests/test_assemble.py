@@ -20,7 +20,7 @@ from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError
 from atoll.sampling import assemble as module
-from atoll.sampling.assemble import ModelIndex, assemble, find_model, objective_name
+from atoll.sampling.assemble import ModelIndex, assemble, copy_model, find_model, objective_name
 from atoll.training import expert as expert_module
 from atoll.training import router as router_module
 from atoll.training.expert import train_expert
@@ -152,6 +152,15 @@ class TestWhole:
         index = assemble([mine], None, tmp_path / "model", data)
         assert index.license == "CC-BY-4.0 (expert_0); unknown (expert_1, expert_2)"
 
+    def test_no_licence(self, data, mine, tmp_path):
+        for k in range(3):
+            edit(mine / f"expert_{k}", "license", value=None)
+        assert assemble([mine], None, tmp_path / "model", data).license == "unknown"
+
+    def test_nothing_about_the_data(self, data, mine, tmp_path):
+        edit(mine / "monolith", "data", value=None)
+        assert assemble([mine / "monolith"], None, tmp_path / "model", data).experts[0]["cluster"] is None
+
     def test_the_command(self, data, run, tmp_path, capsys):
         main(["assemble", str(run), "--data", str(data), "--out", str(tmp_path / "model")])
         told = capsys.readouterr().out
@@ -218,6 +227,24 @@ class TestRefused:
     def test_other_latents_or_texts(self, data, mine, tmp_path, part, keys, sentence):
         edit(mine / part, *keys, value="0" * 64)
         self.refused(f"{part} {sentence}", tmp_path, [mine], None, data)
+
+    @pytest.mark.parametrize(
+        ("part", "keys", "value", "sentence"),
+        [
+            ("expert_1", ("data",), [1], "its 'data' must be a table of keys and values, but is .1."),
+            ("expert_1", ("data", "cluster"), "1", "its 'cluster' must be a whole number or null, but is '1'"),
+            ("expert_1", ("latent_space", "codec"), "x", "its 'codec' must be a table of keys and values, but is 'x'"),
+            ("expert_1", ("license",), 5, "its 'license' must be a text, but is 5"),
+            ("router", ("latent_space", "codec"), None, "its 'codec' must be a table"),
+            ("router", ("latent_space", "shape"), 4, "its 'shape' must be a list, but is 4"),
+            ("router", ("latent_space",), [], "its 'latent_space' must be a table"),
+            ("router", ("text_encoder",), "x", "its 'text_encoder' must be a table"),
+            ("router", ("temperature",), float("nan"), "its 'temperature' is nan"),
+        ],
+    )
+    def test_damaged_cards(self, data, mine, tmp_path, part, keys, value, sentence):
+        edit(mine / part, *keys, value=value)
+        self.refused(f"{part}/config.json is damaged, {sentence}", tmp_path, [mine], None, data)
 
     def test_another_size(self, data, mine, tmp_path, monkeypatch):
         """The same codec, but pictures twice as wide."""
@@ -298,6 +325,31 @@ class TestReplaced:
             assemble([run], None, tmp_path / "model", data)
         assert (tmp_path / "model" / "samples").exists()
 
+    @pytest.mark.parametrize("name", ["expert_0/notes.txt", "router/state/x", "expert_1/.hidden"])
+    def test_what_lies_in_its_parts_is_not(self, data, run, tmp_path, name):
+        model = tmp_path / "model"
+        index = assemble([run], None, model, data)
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("mine")
+        beyond = Path(name).relative_to(Path(name).parts[0]).parts[0]
+        for again in (lambda: assemble([run], None, model, data), lambda: copy_model(model, index, model)):
+            with pytest.raises(InputError, match=rf"model holds {Path(name).parts[0]}/{beyond}, which is not of"):
+                again()
+        assert (model / name).read_text() == "mine"
+
+    def test_a_model_that_cannot_be_read_is_not(self, data, run, tmp_path):
+        assemble([run], None, tmp_path / "model", data)
+        (tmp_path / "model" / "model_index.json").write_text("{}")
+        with pytest.raises(InputError, match="holds a model that is damaged or too old: move it"):
+            assemble([run], None, tmp_path / "model", data)
+
+    def test_a_copy_of_half_a_part_is_not_made(self, data, run, tmp_path):
+        index = assemble([run], None, tmp_path / "model", data)
+        (tmp_path / "model" / "expert_1" / "calibration.safetensors").unlink()
+        with pytest.raises(InputError, match="expert_1/calibration.safetensors is missing"):
+            copy_model(tmp_path / "model", index, tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
+
     def test_a_file_is_not(self, data, run, tmp_path):
         (tmp_path / "model").write_text("mine")
         with pytest.raises(InputError, match="model is a file"):
@@ -359,8 +411,29 @@ class TestIndex:
             ({"files": {"../../etc/passwd": "0"}}, "must be named as FOLDER/NAME"),
             ({"experts": [{"folder": "../x"}, None, None]}, "must be a plain name"),
             ({"experts": [None, None, {"folder": "expert_2"}]}, "damaged"),
-            ({"latent_space": {}}, "damaged"),
-            ({"experts": 3}, "damaged"),
+            ({"latent_space": {}}, "latent_space in model_index.json is damaged, it lacks 'codec'"),
+            ({"latent_space": [1]}, "its 'latent_space' must be a table"),
+            ({"latent_space": {"codec": None, "shape": [12, 4, 4]}}, "its 'codec' must be a table"),
+            ({"latent_space": {"codec": "x", "shape": [12, 4, 4]}}, "its 'codec' must be a table .* but is 'x'"),
+            ({"latent_space": {"codec": {}, "shape": 4}}, "its 'shape' must be a list, but is 4"),
+            ({"latent_space": {"codec": {}, "shape": [1, "a", 2]}}, "its 'shape' must be three whole numbers"),
+            ({"text_encoder": None}, "its 'text_encoder' must be a table of keys and values, but is None"),
+            ({"text_encoder": "x"}, "its 'text_encoder' must be a table"),
+            ({"files": ["a/b"]}, "its 'files' must be a table"),
+            ({"files": {"a/b": 3}}, "its 'a/b' must be a text, but is 3"),
+            ({"experts": 3}, "its 'experts' must be a list, but is 3"),
+            ({"experts": ["x", None, None]}, "there is 'x' in place of a table with 'folder'"),
+            ({"experts": [{"folder": "a", "objective": {"name": "fm"}}, None, None]}, "it lacks 'cluster'"),
+            (
+                {"experts": [{"folder": "a", "cluster": 0, "objective": "fm"}, None, None]},
+                "'objective' must be a table",
+            ),
+            (
+                {"experts": [{"folder": "a", "cluster": k, "objective": {"name": "fm"}} for k in range(3)]},
+                "model_index.json names a for 3 parts",
+            ),
+            ({"router": "router"}, "there is 'router' in place of a table"),
+            ({"license": "mine"}, "was altered"),
         ],
     )
     def test_what_is_wrong_with_it_is_named(self, model, changes, sentence):

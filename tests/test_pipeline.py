@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
 from atoll.cli.main import main
@@ -131,9 +131,40 @@ class TestOutput:
         made = pipe("a", seed=0, routing="threshold:0.3", solver="heun", guidance_scale=3, **FEW)
         assert made.settings == {
             "steps": 4, "guidance": 3, "solver": "heun", "routing": "threshold:0.3", "route_every": 1,
-            "conversion": None, "dtype": None,
+            "confident": None, "conversion": None, "dtype": None,
         }  # fmt: skip
         assert get_routing(made.settings["routing"]).tau == 0.3
+        assert pipe("a", seed=0, confident=0.5, **FEW).settings["confident"] == 0.5
+
+    @pytest.mark.parametrize(
+        ("options", "routing"),
+        [
+            ({}, "top1"),
+            ({"top_k": 3}, "topk:3"),
+            ({"threshold": 0.5}, "threshold:0.5"),
+            ({"routing": "topk", "top_k": 3}, "topk:3"),
+            ({"routing": "threshold"}, "threshold:0.1"),
+            ({"routing": "topk"}, "topk:2"),
+        ],
+    )
+    def test_a_number_chooses_the_routing(self, pipe, options, routing):
+        assert pipe("a", seed=0, **FEW, **options).settings["routing"] == routing
+
+    def test_numbers_of_other_libraries(self, pipe):
+        plain = pipe("a", seed=3, guidance_scale=2, output_type="latent", **FEW)
+        for seed in (np.int64(3), torch.tensor(3), [np.int32(3)], np.array([3]), torch.tensor([3])):
+            made = pipe("a", seed=seed, guidance_scale=np.float32(2), output_type="latent",
+                        num_images_per_prompt=np.int64(1), **FEW)  # fmt: skip
+            assert torch.equal(made.images, plain.images)
+            assert made.seeds == (3,)
+            json.dumps(made.settings)
+
+    def test_each_text_is_encoded_once(self, pipe, monkeypatch):
+        seen = []
+        encode = pipe.text_encoder.encode
+        monkeypatch.setattr(pipe.text_encoder, "encode", lambda ids: seen.append(len(ids)) or encode(ids))
+        pipe(["a", "b"], num_images_per_prompt=4, seed=0, **FEW)
+        assert seen == [3]
 
 
 class TestCallback:
@@ -168,6 +199,11 @@ class TestCallback:
         assert steps == [0, 1]
         assert len(made.images) == len(made.seeds) == len(made.trace) == len(made.prompts) == 2
         assert len(pipe(PROMPTS, seed=0, **FEW).images) == 4  # the next run is whole again
+
+    @pytest.mark.parametrize("answer", [5, [1], {"latents": 5}])
+    def test_it_may_not_give_anything_else(self, pipe, answer):
+        with pytest.raises(InputError, match="the callback must give"):
+            pipe("a", seed=0, callback_on_step_end=lambda *_: answer, **FEW)
 
     def test_it_may_raise(self, pipe):
         def fail(*_):
@@ -216,11 +252,34 @@ class TestTrace:
         assert row[:370].count(first) > 360
         assert row[400:].count(second) > 360
 
+    def test_weights_stand_until_the_next_evaluation(self):
+        trace = ImageTrace((1.0, 0.5), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        drawn = draw_trace(trace, Image.new("RGB", (32, 32)), [], ["fm", "ddpm"], "a title")
+        for y in (drawn.height - 240, drawn.height - 150, drawn.height - 70):
+            assert drawn.getpixel((54 + 380, y)) == (0x0F, 0x71, 0x73)
+            assert drawn.getpixel((54 + 400, y)) == (0xE4, 0x57, 0x2E)
+
+    def test_long_names_stay_off_the_numbers(self, monkeypatch):
+        """Texts on one line of the legend do not overlap."""
+        texts = []
+        monkeypatch.setattr(
+            ImageDraw.ImageDraw, "text",
+            lambda self, place, text, fill, font, anchor="la": texts.append((place, text, font, anchor)),
+        )  # fmt: skip
+        trace = ImageTrace((1.0,), torch.tensor([[1.0, 0.0]]))
+        draw_trace(trace, Image.new("RGB", (32, 32)), [], ["velocity, ddpm-scaled", "fm"], "a title")
+        shares = {place[1]: place[0] - font.getlength(text) for place, text, font, _ in texts if text.endswith("%")}
+        names = [(place, text, font) for place, text, font, _ in texts if text.startswith("expert")]
+        assert names[0][1] == "expert 1 · fm"
+        assert names[1][1].startswith("expert 0 · velo")
+        for place, text, font in names:
+            assert place[0] + font.getlength(text) < shares[place[1]] - 5
+
     def test_pictures_of_awkward_things(self):
         """More experts than colours or room, a missing one, no text, and a word without end."""
         trace = ImageTrace((1.0,), torch.full((1, 40), 1 / 40))
         image = Image.new("RGB", (64, 64))
-        drawn = draw_trace(trace, image, [], [None] * 40, "")
+        drawn = draw_trace(trace, image, [], ["missing"] * 40, "")
         assert drawn.width > 900
         for captions in (["x" * 10000], ["", "b\n\x00\t"], ["猫"] * 40, [str(i) for i in range(300)]):
             draw_grid([image] * len(captions), captions, "notes " * 100)
@@ -248,6 +307,19 @@ class TestFolder:
         torch.testing.assert_close(rounded, whole, atol=0.2, rtol=0.1)
         assert other("a", seed=0, **FEW).settings["dtype"] == "bfloat16"
         assert torch.equal(latents(other.to("cpu", torch.float32), "a robot", seed=1), whole)
+
+    def test_a_dtype_alone_or_by_name(self, model):
+        pipe = AtollPipeline.from_pretrained(model, dtype="bfloat16")
+        assert pipe.dtype == torch.bfloat16
+        assert pipe.to(torch.float16).dtype == torch.float16
+        assert pipe.device == torch.device("cpu")
+        assert pipe.to(dtype="float32").dtype == torch.float32
+
+    def test_to_where_it_is_changes_nothing(self, model):
+        pipe = AtollPipeline.from_pretrained(model, device=None)
+        before = pipe.ensemble
+        assert pipe.to("cpu").to().to(torch.device("cpu")).ensemble is before
+        assert pipe.to(torch.float16).ensemble is not before
 
     def test_conversion(self, model, pipe):
         exact = AtollPipeline.from_pretrained(model, conversion="exact")
@@ -314,6 +386,8 @@ class TestSpoilt:
             pipe = AtollPipeline.from_pretrained(mine)
         made = pipe(PROMPTS, seed=0, routing="full", **FEW)
         assert all(float(trace.weights[:, 1].max()) == 0 for trace in made.trace)
+        assert made.settings["missing"] == ["expert_1"]
+        assert pipe.objectives == (KINDS[0], "missing", KINDS[2])
 
     def test_assembled_without_one(self, tmp_path_factory, tmp_path):
         data, run = parts(tmp_path_factory.getbasetemp())
@@ -359,6 +433,37 @@ class TestSpoilt:
         with pytest.raises(InputError, match="expert_0 is the expert of cluster 1, not of 0: assemble the model again"):
             AtollPipeline.from_pretrained(mine)
 
+    @pytest.mark.parametrize("part", ["expert_1", "router", "vae", "text_encoder"])
+    def test_another_part_that_fits(self, mine, part):
+        """It has the same latents, texts and cluster, but is not what was assembled."""
+        about = json.loads((mine / part / "config.json").read_text())
+        (mine / part / "config.json").write_text(json.dumps(about, indent=1))
+        with pytest.raises(InputError, match=f"{part} is not the one the model was assembled with: assemble"):
+            AtollPipeline.from_pretrained(mine)
+
+    def test_an_expert_of_another_objective(self, mine):
+        shutil.rmtree(mine / "expert_1")
+        shutil.copytree(mine / "expert_0", mine / "expert_1")
+        edit(mine / "expert_1", "data", "cluster", value=1)
+        with pytest.raises(InputError, match="expert_1 is not the one the model was assembled with"):
+            AtollPipeline.from_pretrained(mine)
+
+    @pytest.mark.parametrize(
+        ("part", "keys", "value"),
+        [
+            ("expert_1", ("data",), [1]),
+            ("expert_1", ("latent_space", "codec"), "x"),
+            ("expert_1", ("latent_space", "codec"), None),
+            ("expert_1", ("text_encoder",), "x"),
+            ("router", ("latent_space", "codec"), "x"),
+            ("router", ("text_encoder",), "x"),
+        ],
+    )
+    def test_damaged_cards(self, mine, part, keys, value):
+        edit(mine / part, *keys, value=value)
+        with pytest.raises(InputError, match=f"{part}/config.json is damaged, its '{keys[-1]}' must be a table"):
+            AtollPipeline.from_pretrained(mine)
+
     def test_one_that_makes_nan(self, mine):
         path = mine / "expert_1" / "model.safetensors"
         weights = {name: torch.full_like(tensor, 3e38) for name, tensor in load_file(path).items()}
@@ -379,22 +484,44 @@ class TestMistakes:
             ([], {}, "there is no prompt"),
             (["a", 3], {}, "a prompt must be a text, but one is 3"),
             ("a", {"negative_prompt": ["b", "c"]}, "2 negative prompts for 1 prompts"),
-            ("a", {"num_inference_steps": 0}, "number of steps must be a whole number of at least 1, but is 0"),
+            (None, {}, "prompt must be a text or a list of such, but is None"),
+            (5, {}, "prompt must be a text or a list of such, but is 5"),
+            ("a", {"negative_prompt": 5}, "negative_prompt must be a text or a list of such, but is 5"),
+            ("a", {"num_inference_steps": 0}, "number of steps must be a whole number from 1 to 10000, but is 0"),
+            ("a", {"num_inference_steps": 10**20}, "number of steps must be a whole number from 1 to 10000"),
             ("a", {"num_inference_steps": 2.5}, "number of steps"),
             ("a", {"guidance_scale": float("nan")}, "guidance scale must be a finite number"),
             ("a", {"guidance_scale": 1e38}, "not finite"),
+            ("a", {"guidance_scale": None}, "guidance scale must be a number, but is None"),
+            ("a", {"guidance_scale": "2"}, "guidance scale must be a number, but is '2'"),
+            ("a", {"guidance_scale": torch.ones(2)}, "guidance scale must be a number"),
             ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of at least 1"),
             ("a", {"batch_size": -1}, "batch_size must be a whole number of at least 1"),
             ("a", {"top_k": 4}, "top_k must be at most the 3 experts of the model, but is 4"),
-            ("a", {"top_k": 0}, "k must be a whole number of at least 1"),
+            ("a", {"top_k": 0}, "^top_k must be a whole number of at least 1"),
             ("a", {"routing": "topk:9"}, "top_k must be at most the 3 experts"),
             ("a", {"routing": "best"}, "unknown routing 'best'"),
-            ("a", {"routing": "oracle"}, "oracle"),
-            ("a", {"routing": "threshold", "threshold": 2}, "tau must lie in"),
-            ("a", {"route_every": 0}, "every must be a whole number of at least 1"),
+            ("a", {"routing": 5}, "unknown routing '5'"),
+            ("a", {"routing": "oracle"}, "unknown routing 'oracle': accepted are by_time, full, sample, thr[^']*$"),
+            ("a", {"routing": "threshold", "threshold": 2}, "^threshold must lie in"),
+            ("a", {"threshold": "x"}, "^threshold must be a number, but is 'x'"),
+            ("a", {"threshold": 0.5, "top_k": 2}, "top_k and threshold are for two kinds of routing"),
+            ("a", {"routing": "full", "top_k": 1}, "top_k is for topk routing, not for full"),
+            ("a", {"routing": "top1", "threshold": 0.5}, "threshold is for threshold routing, not for top1"),
+            ("a", {"routing": "topk:3", "top_k": 2}, "routing topk:3 has its number already: leave out top_k"),
+            ("a", {"routing": "threshold:0.3", "threshold": 0.5}, "has its number already: leave out threshold"),
+            ("a", {"routing": "topk:"}, "a number after the colon"),
+            ("a", {"route_every": 0}, "route_every must be a whole number of at least 1"),
+            ("a", {"confident": 0}, "confident must lie above 0 and be at most 1, but is 0"),
+            ("a", {"confident": "x"}, "confident must be a number"),
             ("a", {"solver": "eulr"}, "unknown solver 'eulr': did you mean 'euler'"),
             ("a", {"output_type": "jpeg"}, "unknown output type 'jpeg'"),
             ("a", {"seed": -1}, "a seed must be a whole number from 0"),
+            ("a", {"seed": 1.5}, "seed must be a whole number or a list of such, but is 1.5"),
+            ("a", {"seed": "3"}, "seed must be a whole number or a list of such, but is '3'"),
+            ("a", {"seed": [1.5]}, "a seed must be a whole number from 0 to .*, but is 1.5"),
+            ("a", {"generator": 5}, "generator must be a torch.Generator or a list of such, but is 5"),
+            ("a", {"generator": [5]}, "a generator must be a torch.Generator, but one is 5"),
             ("a", {"seed": [1, 2]}, "2 seeds for 1 images"),
             ("a", {"seed": 1, "generator": torch.Generator()}, "not both"),
             ("a", {"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
@@ -412,12 +539,24 @@ class TestMistakes:
             ({"conversion": "magic"}, "unknown conversion 'magic'"),
             ({"device": "gpu"}, "unknown device 'gpu'"),
             ({"device": "cuda:99"}, "there is no cuda:99 here"),
+            ({"max_resident": 1.5}, "max_resident must be a whole number of at least 1, but is 1.5"),
+            ({"device": "meta"}, "device 'meta' is not supported: give auto, cpu, cuda or cuda:N"),
+            ({"device": "mps"}, "device 'mps' is not supported"),
             ({"dtype": torch.int8}, "experts run in float32"),
+            ({"dtype": torch.float8_e4m3fn}, "experts run in float32, .* not in float8_e4m3fn"),
+            ({"dtype": "float8"}, "unknown dtype 'float8'"),
+            ({"dtype": 5}, "experts run in float32, .* not in 5"),
         ],
     )
     def test_also_when_it_is_opened(self, model, options, sentence):
         with pytest.raises(InputError, match=sentence):
             AtollPipeline.from_pretrained(model, **options)
+
+    def test_what_is_no_model_and_no_dtype(self, pipe):
+        with pytest.raises(InputError, match="a model is a folder or a hub id, not None"):
+            AtollPipeline.from_pretrained(None)
+        with pytest.raises(InputError, match="there are two dtypes"):
+            pipe.to(torch.float16, torch.float32)
 
     def test_a_long_prompt_is_cut_with_a_warning(self, pipe):
         long = "a very long prompt " * 526
@@ -438,6 +577,9 @@ class TestFiles:
                    "../../etc/passwd", "x" * 300, "x" * 301, "a\0b", "a\nb", "CON", "\udce9"]  # fmt: skip
         names = [file_name(prompt, 7) for prompt in prompts]
         assert names[0] == "a-red-car-7.png"
+        mark = names[1].removeprefix("a-red-car--").removesuffix("-7.png")
+        assert len(mark) == 12
+        assert file_name(f"a red car {mark}", 7) != names[1]  # a plain text that looks like one with a hash
         assert len(set(names)) == len(names)
         for name in names:
             assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.")
@@ -503,14 +645,53 @@ class TestCommand:
                 assert sum(evaluation["weights"]) == pytest.approx(1, abs=1e-5)
         assert Image.open(tmp_path / "trace.png").height > 4 * 300
 
+    def test_trace_of_what_is_missing(self, mine, tmp_path):
+        shutil.rmtree(mine / "expert_1")
+        self.run(mine, tmp_path / "a", "a", "--trace", "--confident", 0.5)
+        assert json.loads((tmp_path / "a" / "trace.json").read_text())["experts"] == [KINDS[0], "missing", KINDS[2]]
+        settings = read_metadata(tmp_path / "a" / "a-0.png")["settings"]
+        assert (settings["missing"], settings["confident"]) == (["expert_1"], 0.5)
+
+    def test_verify(self, mine, tmp_path, capsys):
+        path = mine / "expert_1" / "model.safetensors"
+        content = path.read_bytes()
+        path.unlink()  # it is a link
+        path.write_bytes(content[:-4] + b"\0\0\0\0")
+        self.run(mine, tmp_path / "a", "a")
+        with pytest.raises(SystemExit):
+            self.run(mine, tmp_path / "b", "a", "--verify")
+        assert "expert_1/model.safetensors is not the file" in capsys.readouterr().err
+
+    def test_the_same_prompt_twice(self, model, tmp_path, capsys):
+        self.run(model, tmp_path, "a robot", "a fish", "a robot", "--num", 2)
+        told = capsys.readouterr()
+        assert "4 pictures of 2 prompts" in told.out
+        assert told.err == "atoll: 1 of 3 prompts repeat an earlier one and are left out\n"
+        assert len(list(tmp_path.glob("a-*.png"))) == 4
+
+    def test_the_folder_is_tried_first(self, tmp_path, capsys):
+        """Before the model, which is not there either; and it goes again."""
+        (tmp_path / "file").write_text("")
+        for out, sentence in (("file", "cannot write"), ("a\0b", "cannot write"), ("new", "is not a folder")):
+            with pytest.raises(SystemExit):
+                self.run(tmp_path / "nowhere", tmp_path / out, "a")
+            assert sentence in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+    def test_input_that_is_no_text(self, model, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n")))
+        with pytest.raises(SystemExit):
+            self.run(model, tmp_path / "a", "-")
+        assert "cannot read the standard input" in capsys.readouterr().err
+
     def test_prompts_from_a_file_and_from_the_input(self, model, tmp_path, monkeypatch):
-        (tmp_path / "p.txt").write_text("a cat\n\n  a dog  \n", encoding="utf-8")
+        (tmp_path / "p.txt").write_text("a cat\n\n  a dog  \n", encoding="utf-8-sig")
         self.run(model, tmp_path / "a", "a robot", "--prompts", tmp_path / "p.txt")
         assert {path.name for path in (tmp_path / "a").iterdir()} == {
             "a-cat-0.png", "a-dog-0.png", "a-robot-0.png", "grid.png"
         }  # fmt: skip
         for arguments in (["-"], ["--prompts", "-"]):
-            monkeypatch.setattr(sys, "stdin", io.StringIO("a fish\n"))
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffa fish\n".encode())))
             self.run(model, tmp_path / arguments[-1], *arguments)
             assert (tmp_path / "-" / "a-fish-0.png").exists()
 
@@ -536,7 +717,10 @@ class TestCommand:
         [
             ([], "there is no prompt: give one after the model, or --prompts FILE"),
             (["--prompts", "nowhere.txt"], "cannot read nowhere.txt (No such file or directory)"),
-            (["a", "--steps", "0"], "number of steps must be a whole number of at least 1"),
+            (["a", "--steps", "0"], "--steps must be a whole number from 1 to 10000, but is 0"),
+            (["a", "--steps", "9" * 20], "--steps must be a whole number from 1 to 10000"),
+            (["a", "--routing", "full", "--top-k", "1"], "top_k is for topk routing, not for full"),
+            (["a", "--device", "xla"], "device 'xla' is not supported"),
             (["a", "--guidance", "nan"], "guidance scale must be a finite number"),
             (["a", "--top-k", "9"], "top_k must be at most the 3 experts"),
             (["a", "--num", "0"], "--num must be at least 1"),

@@ -103,7 +103,8 @@ def test_in_a_browser(browser, page_file, scheme, device):
         f"[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > {width + 1}).length"
     )
     assert page.evaluate(beyond) == 0
-    smallest = "Math.min(...[...document.images].map(image => image.getBoundingClientRect().width))"
+    shown = "[...document.images].filter(image => image.offsetParent)"
+    smallest = f"Math.min(...{shown}.map(image => image.getBoundingClientRect().width))"
     assert page.evaluate(smallest) >= 30
     light = [
         _lightness(page.evaluate(f"getComputedStyle(document.body).{what}")) for what in ("backgroundColor", "color")

@@ -22,7 +22,7 @@ def assemble(
 
     Args:
         experts: Folders that `atoll train` has made, in any order, or one that `atoll train-all` has made.
-        out: The folder to make; an older model there is replaced.
+        out: The folder to make; an older model there is replaced, if nothing else lies in it.
         router: What `atoll train-router` has made; by default router/ beside the experts. One expert needs none.
         data: The data set of the experts, for its codec and text encoder; its pictures are not needed.
         allow_missing: Do without an expert for some of the clusters.

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from atoll.data.builtin import make
 from atoll.data.clusters import partition
@@ -40,7 +39,7 @@ from atoll.data.sources import Source
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
 from atoll.evaluation.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
-from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, write_report
+from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, draw_chosen, write_report
 from atoll.files import alone, read_json, write_json, write_whole
 from atoll.sampling import defaults
 from atoll.sampling.assemble import INDEX, ModelIndex, assemble
@@ -48,7 +47,6 @@ from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Guidance, Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
-from atoll.sampling.trace import draw_grid
 from atoll.training.expert import ExpertTask
 from atoll.training.fleet import Job, find_slots, run_jobs
 from atoll.training.journal import read_metrics
@@ -95,7 +93,6 @@ class Plan:
     prompts_heldout: int
     varied: int  # prompts of which several pictures are made
     seeds: int  # so many
-    workers: int | None = None  # that read pictures; one a core
 
     def experts(self, ddpm: int) -> list[ExpertSettings]:
         """Each expert's settings, the DDPM one's at its place."""
@@ -106,7 +103,7 @@ _SHARED: dict[str, Any] = {"batch": 64, "lr_schedule": "cosine", "save_every": 1
 FULL = Plan(
     pictures=6000,
     expert=ExpertSettings("mini", steps=500, lr=1e-3, eval_every=250, **_SHARED),
-    ddpm=ExpertSettings("mini", steps=640, lr=1e-3, eval_every=320, objective="ddpm", **_SHARED),
+    ddpm=ExpertSettings("mini", steps=640, lr=1e-3, eval_every=320, objective="ddpm", weighting="min-snr", **_SHARED),
     router=RouterSettings("64x3", steps=200, lr=1e-3, eval_every=200, **_SHARED),
     prompts=400,
     prompts_heldout=200,
@@ -123,7 +120,6 @@ QUICK = Plan(
     prompts_heldout=12,
     varied=3,
     seeds=3,
-    workers=0,
 )
 
 
@@ -214,7 +210,8 @@ class _Demo:
                 if not tar.exists():
                     write_whole(tar, self._draw_pictures)
                 settings = DataSettings(SIZE, near_duplicates="keep", license=LICENSE)
-                prepare(Source(str(tar)), self.data, settings, self.plan.workers, progress=sys.stderr.isatty())
+                # Without workers: pictures this small are read sooner than another process has started.
+                prepare(Source(str(tar)), self.data, settings, 0, progress=sys.stderr.isatty())
             found = read_json(about, f"remove {self.data}")
             shape = "x".join(map(str, found["latent_shape"]))
             told.append(f"{found['counts']['rows']} avatars, latents {shape}; no held-out combination is among them")
@@ -324,10 +321,12 @@ class _Demo:
             if found is None:
                 found = self._make_samples(hashes)
                 found.write(folder, "samples")
-                chosen = [Image.fromarray(picture) for picture in found.arrays["chosen"]]
-                save_picture(draw_grid(chosen, CHOSEN), folder / "grid.png")
+                save_picture(draw_chosen(self._chosen(found)), folder / "grid.png")
             told.append(f"{len(CHOSEN)} prompts; {folder / 'grid.png'}")
         return found
+
+    def _chosen(self, samples: Kept) -> list[tuple[str, NDArray[np.uint8], bool]]:
+        return list(zip(CHOSEN, samples.arrays["chosen"], samples.about["chosen_right"], strict=True))
 
     def _make_samples(self, hashes: dict[str, str]) -> Kept:
         captions = self._one_of_each_cluster()
@@ -450,7 +449,7 @@ class _Demo:
         return Gallery(
             clusters=sheets,
             curves=curves,
-            chosen=list(zip(CHOSEN, arrays["chosen"], samples.about["chosen_right"], strict=True)),
+            chosen=self._chosen(samples),
             heldout=list(
                 zip(mine.about["heldout"], mine.arrays["heldout"], mine.about["heldout_right"], strict=True)
             ),

@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
+from atoll.data.sheets import INK, PAPER
 from atoll.files import write_whole
 
 Picture = NDArray[np.uint8]  # [S, S, 3]
@@ -22,12 +24,7 @@ Points = Sequence[tuple[int, float]]
 LARGE = 4  # pixels of the file for one of a picture: browsers blur what they enlarge
 HELDOUT_SHOWN = 24
 KINDS = {"fm": "flow matching", "ddpm": "noise prediction (DDPM)"}
-MODELS = {
-    "ensemble": "this ensemble",
-    "homogeneous": "all flow matching",
-    "monolith": "one model, same FLOPs",
-    "real": "real pictures",
-}
+MODELS = {"ensemble": "ensemble", "homogeneous": "all FM", "monolith": "monolith", "real": "real"}
 
 
 class Curve(NamedTuple):
@@ -197,22 +194,14 @@ These are the first {min(HELDOUT_SHOWN, len(gallery.heldout))} such prompts that
 
 
 def _same(results: Mapping[str, Any], gallery: Gallery) -> str:
+    experts = {f"expert_{k}": k for k in range(len(gallery.clusters))}
     rows = []
     for labelled, chosen in zip(gallery.same, gallery.painted_by, strict=True):
-        names = [
-            name
-            for name in (*(f"expert_{k}" for k in range(len(gallery.clusters))), *MODELS)
-            if name in labelled.pictures
-        ]
         cells = []
-        for name in names:
-            k = int(name[7:]) if name.startswith("expert_") else None
-            kind = "" if k is None else f"e{k}" + (" chosen" if k == chosen else "")
-            label = (
-                f"expert {k}"
-                if k is not None
-                else {"ensemble": "together", "homogeneous": "all FM", "monolith": "monolith"}[name]
-            )
+        for name in (name for name in (*experts, *MODELS) if name in labelled.pictures):
+            k = experts.get(name)
+            kind = "" if k is None else f"e{k} chosen" if k == chosen else f"e{k}"
+            label = MODELS[name] if k is None else f"expert {k}"
             cells.append(
                 f'<figure class="{kind}"><img src="{_uri(_enlarged(labelled.pictures[name]))}" alt="{label}">'
                 f"<figcaption>{label}</figcaption></figure>"
@@ -281,7 +270,7 @@ def _table(results: Mapping[str, Any]) -> str:
     )
     aims = "".join(
         f"<li{'' if aim['reached'] else ' class=missed'}>{escape(aim['what'])}: it is {aim['found']:.3f}"
-        + ("" if aim["reached"] else f", {abs(aim['found'] - aim['wanted']):.3f} from there")
+        + ("" if aim["reached"] else f", missed by {abs(aim['found'] - aim['wanted']):.3f}")
         + "</li>"
         for aim in results["aims"]
     )
@@ -317,7 +306,7 @@ def _meaning(results: Mapping[str, Any]) -> str:
         "was in it.",
         "Frechet distance": "How far the samples as a whole are from the data as a whole, measured on colours and "
         "edges (features simple). It says whether one row is better than another here, and nothing beyond this page. "
-        "Real pictures are others like the data, through the codec: no model can do much better.",
+        "Real ones are other pictures like the data, through the codec: no model can do much better.",
         "Diversity": "How different pictures of one prompt are from each other (the eyes, the mouth, the light), as a "
         "share of how different real ones are.",
         "FLOPs": "Counted by torch in a step of training or a picture: multiplications and additions of matrix "
@@ -325,11 +314,11 @@ def _meaning(results: Mapping[str, Any]) -> str:
         "Core time": "Seconds of one core. Experts run side by side, so the clock shows less.",
     }
     if compared:
-        meanings["One model, same FLOPs"] = (
+        meanings["Monolith"] = (
             "The same network trained on all pictures, for as many steps as the experts and the router have taken "
             f"together: {results['compare']['monolith']['steps']:,}, with batches of the same size."
         )
-        meanings["All flow matching"] = (
+        meanings["All FM"] = (
             "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, "
             "for as many steps."
         )
@@ -399,6 +388,22 @@ def _areas(trace: Traced) -> str:
         f'<svg viewBox="0 0 {wide} {high}" preserveAspectRatio="none" role="img" aria-label="{shares}">'
         f"{''.join(areas)}</svg>"
     )
+
+
+def draw_chosen(chosen: Sequence[tuple[str, Picture, bool]], columns: int = 6) -> Image.Image:
+    """Pictures and their captions, for a README."""
+    cell, gap, font = chosen[0][1].shape[0] * 5, 16, ImageFont.load_default(13)
+    texts = [textwrap.wrap(caption, 25) for caption, _, _ in chosen]
+    high = cell + gap + 17 * max(map(len, texts)) + 8
+    rows = math.ceil(len(chosen) / columns)
+    sheet = Image.new("RGB", (columns * (cell + gap) + gap, rows * high + gap), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for i, ((_, picture, _), lines) in enumerate(zip(chosen, texts, strict=True)):
+        x, y = gap + i % columns * (cell + gap), gap + i // columns * high
+        sheet.paste(Image.fromarray(picture).resize((cell, cell), Image.Resampling.NEAREST), (x, y))
+        for j, line in enumerate(lines):
+            draw.text((x, y + cell + 6 + 17 * j), line, INK, font)
+    return sheet
 
 
 def _picture(picture: Picture, caption: str, right: bool) -> str:

@@ -72,6 +72,7 @@ class AtollPipeline:
 
     device = torch.device("cpu")
     dtype: torch.dtype | None = None  # of the experts; None: as they were saved
+    _opened: tuple[torch.device, torch.dtype | None] | None = None  # what the experts were opened with
 
     def __init__(
         self,
@@ -136,14 +137,14 @@ class AtollPipeline:
             if dtype is not None:
                 raise InputError("there are two dtypes: give a device and a dtype, or one of them")
             device, dtype = None, device
-        before = self.device, self.dtype
         self.device = self.device if device is None else get_device(device)
         self.dtype = self.dtype if dtype is None else get_dtype(dtype)
-        if not hasattr(self, "ensemble") or before != (self.device, self.dtype):
+        if self._opened != (self.device, self.dtype):
             for part in (self.codec, self.text_encoder, self.router):
                 if isinstance(part, nn.Module):
                     part.to(self.device)
             self.ensemble = self._open_ensemble()
+            self._opened = self.device, self.dtype
         return self
 
     @property

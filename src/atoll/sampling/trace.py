@@ -59,12 +59,15 @@ class ImageTrace:
 
 
 def file_name(prompt: str, seed: int) -> str:
-    """A name for any text, safe on any disk: two prompts never share one, for what is lost comes back as a hash."""
+    """A name for any text, safe on any disk; what is lost of a text comes back as a hash.
+
+    The hash follows two dashes, which no text has in its name: a text without a hash never has the name of another.
+    """
     plain = unicodedata.normalize("NFKD", prompt).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:60].strip("-")
     if slug.replace("-", " ") != prompt or not slug:
-        mark = hashlib.sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:6]
-        slug = f"{slug or 'prompt'}-{mark}"
+        mark = hashlib.sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+        slug = f"{slug or 'prompt'}--{mark}"
     return f"{slug}-{seed}.png"
 
 
@@ -158,7 +161,7 @@ def draw_trace(
     trace: ImageTrace,
     final: Image.Image,
     previews: Sequence[Image.Image],
-    objectives: Sequence[str | None],
+    objectives: Sequence[str],
     title: str,
     notes: str = "",
 ) -> Image.Image:
@@ -206,16 +209,16 @@ def draw_trace(
 
 
 def _areas(trace: ImageTrace, width: int, height: int) -> Image.Image:
-    """The weights as areas on one another, expert 0 at the bottom; straight from evaluation to evaluation."""
+    """The weights as areas on one another, expert 0 at the bottom; each stands until the next evaluation."""
     w, h = width * SHARP, height * SHARP
     canvas = Image.new("RGB", (w, h), PAPER)
     draw = ImageDraw.Draw(canvas)
     tops = trace.weights.double().cumsum(1).clamp(0, 1)  # [evaluations, K]
     # The first weights are as good as those at t = 1, the last stand until t = 0: no step is made without.
-    xs = [0.0, *((1 - t) * (w - 1) for t in trace.times), float(w - 1)]
-    heights = [tops[0].tolist(), *tops.tolist(), tops[-1].tolist()]
+    edges = [0.0, *((1 - t) * (w - 1) for t in trace.times[1:]), float(w - 1)]
+    spans = list(zip(pairwise(edges), tops.tolist(), strict=True))
     for k in reversed(range(tops.shape[1])):
-        line = [(x, (1 - row[k]) * h) for x, row in zip(xs, heights, strict=True)]
+        line = [(x, (1 - row[k]) * h) for ends, row in spans for x in ends]
         draw.polygon([(0, h), *line, (w - 1, h)], colour_of(k))
     return canvas.resize((width, height), Image.Resampling.LANCZOS)
 
@@ -223,12 +226,12 @@ def _areas(trace: ImageTrace, width: int, height: int) -> Image.Image:
 def _draw_legend(
     draw: ImageDraw.ImageDraw,
     trace: ImageTrace,
-    objectives: Sequence[str | None],
+    objectives: Sequence[str],
     box: tuple[int, int, int, int],
 ) -> None:
     """In the order of the areas, with how much of the way each has led; those that led most, if not all have room."""
     left, top, right, bottom = box
-    step, shares = 24, trace.shares
+    step, shares, font = 24, trace.shares, _font(13)
     most = sorted(range(len(shares)), key=lambda k: -shares[k])[: (bottom - top) // step]
     y = bottom - step * len(most) + step // 2
     for k in sorted(most, reverse=True):
@@ -236,8 +239,9 @@ def _draw_legend(
         ink = INK if used else FAINT
         share = "<1%" if 0 < shares[k] < 0.005 else f"{shares[k]:.0%}"
         draw.rectangle((left, y - 7, left + 13, y + 6), colour_of(k) if used else PAPER, colour_of(k))
-        draw.text((left + 21, y), f"expert {k} · {objectives[k] or 'missing'}", ink, _font(13), anchor="lm")
-        draw.text((right, y), share, ink, _font(13), anchor="rm")
+        name = _shortened(f"expert {k} · {objectives[k]}", right - left - 31 - font.getlength(share), font)
+        draw.text((left + 21, y), name, ink, font, anchor="lm")
+        draw.text((right, y), share, ink, font, anchor="rm")
         y += step
 
 
@@ -271,11 +275,17 @@ def _wrapped(text: str, width: float, font: Font, most: int) -> list[str]:
                 line = longer
     lines.append(line)
     if len(lines) > most:
-        last = lines[most - 1]
-        while last and font.getlength(f"{last} ...") > width:
-            last = last[:-1]
-        lines = [*lines[: most - 1], f"{last.rstrip()} ..."]
+        lines = [*lines[: most - 1], _shortened(f"{lines[most - 1]} {' '.join(lines[most:])}", width, font)]
     return lines
+
+
+def _shortened(text: str, width: float, font: Font) -> str:
+    """The text, or as much of its beginning as fits."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text} ...") > width:
+        text = text[:-1]
+    return f"{text.rstrip()} ..."
 
 
 def _pieces(word: str, width: float, font: Font) -> list[str]:

@@ -29,6 +29,7 @@ from atoll.files import read_json, write_json
 from atoll.models.dit import Trunk
 from atoll.training import state
 from atoll.training.journal import Journal
+from atoll.training.memory import Heap
 from atoll.training.settings import Settings, difference
 from atoll.training.state import Progress
 from atoll.training.team import Team
@@ -150,6 +151,7 @@ class Run:
         self.ahead = ThreadPoolExecutor(1, "batches")
         self.coming: tuple[tuple[int, int], Future[tuple[Tensors, Tensors]]] | None = None
         self.width = self.network.config.hidden_size
+        self.heap = Heap(settings.checkpointing) if team.device.type == "cpu" else None
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -179,6 +181,8 @@ class Run:
             progress.skipped += 1
             progress.bad_in_a_row += 1
         self.optimizer.zero_grad()
+        if self.heap is not None:
+            self.heap.tidy()
         progress.step += 1
         return good
 
