@@ -33,7 +33,6 @@ from atoll.training.loop import Tensors, train
 from atoll.training.memory import (
     CUDA_BASE,
     FLOAT,
-    Heap,
     Kernels,
     Storages,
     in_words,
@@ -151,7 +150,6 @@ def main() -> None:
         if args.do == "predict":
             print(predict(case.config, settings, text_length=case.text_length).total)
             return
-        Heap(args.checkpointing)
         with TemporaryDirectory() as folder:
             train(lambda device: Noise(case), settings, Path(folder), progress=False)
         print(peak_resident())

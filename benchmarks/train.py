@@ -1,6 +1,6 @@
 """What the training loop costs beside the bare step, and whether two processes are better than two threads.
 
-    python benchmarks/train.py [--rounds 15] [--steps 30]
+    python benchmarks/train.py [--rounds 15] [--steps 10]
 
 The loop reads its rows from shards, draws noise, encodes the texts, skips bad steps, averages the weights and writes
 metrics. The bare step is that of train_step.py, on tensors that are there already. Both are the expert of
@@ -10,6 +10,7 @@ side_by_side.py but for 3 channels: d = 256, 6 blocks, 64 image tokens, captions
 from side_by_side import DEPTH, WIDTH, ratio, take_turns  # isort: skip
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -54,52 +55,60 @@ def loop_against_step(data: Path, folder: Path, rounds: int, batch: int) -> None
 
 
 def processes_against_threads(data: Path, folder: Path, rounds: int, steps: int, batch: int) -> None:
-    """The seconds from start to end of two experts with one thread each, and of one expert with two, twice as long."""
+    """The seconds of two experts with one thread each, side by side, and of one expert with two, twice as long."""
     turns: list[tuple[float, float]] = []
     for turn in range(rounds):
         apart = [_start(data, folder / f"{turn}-{k}", k, steps, 1, batch) for k in (0, 1)]
-        together = _seconds(apart)
-        turns.append((together, _seconds([_start(data, folder / f"{turn}-2", 0, 2 * steps, 2, batch)])))
+        together = max(map(_seconds, apart))
+        turns.append((together, _seconds(_start(data, folder / f"{turn}-2", 0, 2 * steps, 2, batch))))
     for name, times in zip(("two processes", "two threads"), zip(*turns, strict=True), strict=True):
         print(f"{name:22} {statistics.median(times):7.1f} s for {2 * steps} steps")
     shares = sorted(threads / processes for processes, threads in turns)
-    print(
-        f"throughput, processes / threads:        {statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
-    )
+    spread = f"{shares[0]:.2f} to {shares[-1]:.2f}"
+    print(f"throughput, processes / threads:        {statistics.median(shares):.2f} ({spread})")
 
 
-def _start(data: Path, out: Path, cluster: int, steps: int, threads: int, batch: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "atoll.cli.main",
-        "train",
-        data,
-        "--cluster",
-        cluster,
-        "--out",
-        out,
-        "--model",
-        MODEL,
-    ]
-    command += ["--steps", steps, "--threads", threads, "--batch", batch, "--sample-every", 0, "--eval-every", 10**6]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _start(data: Path, out: Path, cluster: int, steps: int, threads: int, batch: int) -> subprocess.Popen[str]:
+    worker = ["--worker", data, "--out", out, "--cluster", cluster, "--threads", threads]
+    command = [sys.executable, __file__, *worker, "--steps", steps, "--batch", batch]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def _seconds(processes: list[subprocess.Popen[bytes]]) -> float:
+def _seconds(process: subprocess.Popen[str]) -> float:
+    out, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{process.args!r} failed")
+    return float(out)
+
+
+def work(data: Path, out: Path, cluster: int, threads: int, steps: int, batch: int) -> None:
+    """Train, and print the seconds that it took after the first step."""
+    settings = ExpertSettings(model=MODEL, batch=batch, steps=10_000, threads=threads, sample_every=0)
+    team = Team(settings)
+    session = Session(ExpertTask(Dataset.open(data, cluster), settings, team.device), settings, out, team, False)
+    bar = tqdm(disable=True)
+    session.advance(bar)
     begun = time.perf_counter()
-    for process in processes:
-        if process.wait():
-            raise SystemExit(f"{process.args!r} failed")
-    return time.perf_counter() - begun
+    for _ in range(steps):
+        session.advance(bar)
+    print(time.perf_counter() - begun)
+    session.run.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cluster", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker is not None:
+        work(args.worker, args.out, args.cluster, args.threads, args.steps, args.batch)
+        return
     with TemporaryDirectory() as place:
         data = Path(place) / "data"
         settings = PrepareSettings(size=16, codec="pixels", text="words:768x77")

@@ -12,8 +12,10 @@ from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
 from atoll.models.router import Router, RouterConfig
+from atoll.training import memory
 from atoll.training.memory import (
     CUDA_BASE,
+    Heap,
     Memory,
     Storages,
     count_activations,
@@ -171,7 +173,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(checkpointing):
     def total(num):
         return predict(config, replace(settings, micro_batch=num), text_length=LENGTH, base=0).total
 
-    for available in (total(1), total(2), total(3) - 1, total(37), total(37) + 1000, total(299), total(300) - 1):
+    for available in (total(1), total(37), total(38) - 1, total(300) - 1):
         num = largest_micro_batch(config, settings, available, text_length=LENGTH, base=0)
         assert total(num) <= available < total(num + 1)
     assert largest_micro_batch(config, settings, total(1) - 1, text_length=LENGTH, base=0) == 0
@@ -193,6 +195,51 @@ def test_the_base_is_this_process_and_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert 50e6 < base <= peak_resident() + 1e6  # the kernel counts in lots
     assert abs(resident() - base) < 50e6
+
+
+class TestHeap:
+    @pytest.fixture
+    def now(self, monkeypatch):
+        """Bytes that this process seems to have in memory, and how often it was asked to give some back."""
+        now = {"resident": 100, "in use": 80, "trimmed": 0}
+        monkeypatch.setattr(memory, "resident", lambda: now["resident"])
+        monkeypatch.setattr(memory, "peak_resident", lambda: now["resident"])
+        return now
+
+    @pytest.fixture
+    def heap(self, now, monkeypatch):
+        heap = Heap()
+
+        def trim(_):
+            now["trimmed"] += 1
+            now["resident"] = now["in use"]
+
+        monkeypatch.setattr(heap, "_trim", trim)
+        for _ in range(2):
+            heap.tidy()
+        return heap
+
+    def test_it_is_tidied_when_it_has_grown(self, heap, now):
+        for size in (60, 100, 109):
+            now["resident"] = size
+            heap.tidy()
+        assert now["trimmed"] == 0
+        now["resident"] = 111
+        heap.tidy()
+        heap.tidy()
+        assert now == {"resident": 80, "in use": 80, "trimmed": 1}
+
+    def test_what_is_in_use_does_not_make_it_try_at_every_update(self, heap, now):
+        now["in use"] = now["resident"] = 200
+        for _ in range(5):
+            heap.tidy()
+        assert now["trimmed"] == 1
+
+    def test_elsewhere_than_on_glibc_nothing_is_done(self, heap, now, monkeypatch):
+        monkeypatch.setattr(heap, "_trim", None)
+        now["resident"] = 1000
+        heap.tidy()
+        assert now["resident"] == 1000
 
 
 def test_what_cannot_be_is_refused():

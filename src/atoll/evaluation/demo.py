@@ -99,12 +99,12 @@ class Plan:
         return [self.ddpm if k == ddpm else self.expert for k in range(NUM_EXPERTS)]
 
 
-_SHARED: dict[str, Any] = {"batch": 64, "lr_schedule": "cosine", "save_every": 100, "sample_every": 0}
+_SHARED: dict[str, Any] = {"lr": 1e-3, "lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
 FULL = Plan(
     pictures=6000,
-    expert=ExpertSettings("mini", steps=500, lr=1e-3, eval_every=250, **_SHARED),
-    ddpm=ExpertSettings("mini", steps=640, lr=1e-3, eval_every=320, objective="ddpm", weighting="min-snr", **_SHARED),
-    router=RouterSettings("64x3", steps=200, lr=1e-3, eval_every=200, **_SHARED),
+    expert=ExpertSettings("mini", steps=850, batch=32, eval_every=425, **_SHARED),
+    ddpm=ExpertSettings("mini", steps=1200, batch=32, eval_every=600, objective="ddpm", weighting="min-snr", **_SHARED),
+    router=RouterSettings("64x3", steps=200, batch=64, eval_every=200, **_SHARED),
     prompts=400,
     prompts_heldout=200,
     varied=20,

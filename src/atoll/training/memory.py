@@ -328,7 +328,7 @@ class Heap:
     updates it grew to four times what was in use. When it has grown by a tenth, the holes are given back.
 
     With checkpointing, activations come and go between those that stay, and the holes of one update are as large as
-    what is saved. Then large blocks are given back as soon as they are free, which takes about a third more time.
+    what is saved. Then large blocks are given back as soon as they are free, which takes a third to half more time.
     """
 
     def __init__(self, checkpointing: bool = False) -> None:
