@@ -45,6 +45,9 @@ bench: setup  ## measure speed and memory on this machine, beside diffusers and 
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/python benchmarks/kmeans.py
 	$(BIN)/python benchmarks/prepare.py
+	$(BIN)/python benchmarks/train.py
+	$(BIN)/python benchmarks/sample.py
+	$(BIN)/python benchmarks/memory.py
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

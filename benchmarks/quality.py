@@ -5,7 +5,7 @@
     atoll train-all data --recipe recipes/laptop.toml --objectives fm --router --out fm      # an hour in all, 2 cores
     atoll train-all data --recipe recipes/laptop.toml --objectives ddpm --out ddpm
     python benchmarks/quality.py conversion [--num 400]
-    python benchmarks/quality.py solvers
+    python benchmarks/quality.py solvers [--plot docs/figures/steps.png]
     python benchmarks/quality.py routing
 
 `right` is the share of samples in which every attribute of the prompt is read back right, FD the Frechet distance to
@@ -31,7 +31,7 @@ from atoll.data.avatars import attributes_of
 from atoll.data.codecs import load_codec
 from atoll.data.features import make_features
 from atoll.data.shards import Dataset
-from atoll.data.sheets import contact_sheet, pictures_of, save_picture
+from atoll.data.sheets import COLOURS, contact_sheet, pictures_of, save_picture
 from atoll.data.text import load_text_encoder
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
 from atoll.evaluation.frechet import Moments, frechet_distance
@@ -44,6 +44,7 @@ from atoll.training.calibrate import judge
 from atoll.training.rows import Rows
 
 CPU = torch.device("cpu")
+BUDGETS = (6, 10, 20, 50)
 
 
 class Judged(NamedTuple):
@@ -134,13 +135,39 @@ def compare_conversions(judge_: Judge, fm: list[Expert], ddpm: list[Expert], rou
             save_picture(contact_sheet(found.pictures[:48], title), out / f"{name.replace(' ', '-')}.png")
 
 
-def compare_solvers(judge_: Judge, experts: list[Expert], router: Router) -> None:
+def compare_solvers(judge_: Judge, experts: list[Expert], router: Router, plot: Path | None) -> None:
     print("| solver, evaluations | right | FD | seconds |\n|---|---|---|---|")
     ensemble = Ensemble([VelocityExpert.of(expert) for expert in experts], router)
-    for evaluations in (6, 10, 20, 50):
+    distances: dict[str, list[float]] = {solver: [] for solver in SOLVERS}
+    for evaluations in BUDGETS:
         for solver in SOLVERS:
-            steps = evaluations // EVALUATIONS[solver]
-            show(f"{solver}, {evaluations}", judge_.judge(ensemble, solver=solver, steps=steps))
+            found = judge_.judge(ensemble, solver=solver, steps=evaluations // EVALUATIONS[solver])
+            show(f"{solver}, {evaluations}", found)
+            distances[solver].append(found.distance)
+    if plot is not None:
+        draw_distances(distances, plot)
+
+
+def draw_distances(distances: dict[str, list[float]], path: Path) -> None:
+    """The Frechet distance of each solver against the evaluations it had."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    for (solver, values), colour in zip(distances.items(), COLOURS, strict=False):
+        wide = 2.6 if solver == "multistep" else 1.4
+        axes.plot(BUDGETS, values, "o-", label=solver, color=colour, linewidth=wide, markersize=4)
+    axes.set_xscale("log")
+    axes.set_xticks(BUDGETS, [str(budget) for budget in BUDGETS])
+    axes.minorticks_off()
+    axes.set_xlabel("evaluations of the velocity")
+    axes.set_ylabel("Frechet distance")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#d9dee3", linewidth=0.6)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
 def compare_routing(judge_: Judge, experts: list[Expert], router: Router) -> None:
@@ -161,6 +188,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write contact sheets")
+    parser.add_argument("--plot", type=Path, help="where to draw the solvers' distances")
     args = parser.parse_args()
     torch.set_num_threads(1)
     judge_ = Judge(args.data, args.num, args.seed)
@@ -171,7 +199,7 @@ def main() -> None:
     if args.what == "conversion":
         compare_conversions(judge_, fm, ddpm, router, args.out)
     elif args.what == "solvers":
-        compare_solvers(judge_, mixed, router)
+        compare_solvers(judge_, mixed, router, args.plot)
     else:
         compare_routing(judge_, mixed, router)
 
