@@ -99,12 +99,14 @@ class Plan:
         return [self.ddpm if k == ddpm else self.expert for k in range(NUM_EXPERTS)]
 
 
-_SHARED: dict[str, Any] = {"lr": 1e-3, "lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
+_SHARED: dict[str, Any] = {"lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
 FULL = Plan(
     pictures=6000,
-    expert=ExpertSettings("mini", steps=850, batch=32, eval_every=425, **_SHARED),
-    ddpm=ExpertSettings("mini", steps=1200, batch=32, eval_every=600, objective="ddpm", weighting="min-snr", **_SHARED),
-    router=RouterSettings("64x3", steps=200, batch=64, eval_every=200, **_SHARED),
+    expert=ExpertSettings("mini", steps=800, batch=32, lr=3e-3, eval_every=400, **_SHARED),
+    ddpm=ExpertSettings(
+        "mini", steps=800, batch=32, lr=2e-3, eval_every=400, objective="ddpm", weighting="min-snr", **_SHARED
+    ),
+    router=RouterSettings("64x3", steps=300, batch=64, lr=2e-3, eval_every=300, **_SHARED),
     prompts=400,
     prompts_heldout=200,
     varied=20,
@@ -181,7 +183,7 @@ class _Demo:
         self._prepare()
         self._partition()
         self.sizes: list[int] = read_json(self.data / "clusters" / "partition.json", "partition again")["sizes"]
-        # A DDPM expert learns more slowly at high noise, so it gets the smallest cluster: it has to tell least apart.
+        # A DDPM expert learns more slowly at high noise, so it gets the smallest cluster, with the least to tell apart.
         self.ddpm = min(range(NUM_EXPERTS), key=lambda k: self.sizes[k])
         self.objectives = [settings.objective for settings in self.plan.experts(self.ddpm)]
         self.flops = self._count_flops()

@@ -157,18 +157,18 @@ def _experts(results: Mapping[str, Any], gallery: Gallery) -> str:
 </div>"""
         )
     steps = {expert["objective"]: expert["steps"] for expert in results["experts"]}
-    longer = ""
-    if "ddpm" in steps and "fm" in steps and steps["ddpm"] != steps["fm"]:
-        longer = (
-            f" Every owner decides alone how long to train: the DDPM expert took {steps['ddpm']:,} steps and the "
-            f"others {steps['fm']:,}, for noise prediction learns the first strokes of a picture more slowly. It also "
-            "has the smallest part."
+    apart = ""
+    if "ddpm" in steps and "fm" in steps:
+        apart = (
+            f" Every owner decides alone how to train: the DDPM expert took {steps['ddpm']:,} steps and the others "
+            f"{steps['fm']:,}. Noise prediction is slow to learn the first strokes of a picture, so this expert has "
+            "the smallest part, and weighs its errors by min-SNR."
         )
     return f"""<section>
 <h2>What each expert saw, and how it learned</h2>
 <p>The pictures were sorted into {_word(len(cards))} parts by how they look. The line is the loss in training, the
 circles are the loss on pictures kept aside. Losses of different objectives cannot be compared: one guesses a velocity,
-the other the noise.{longer}</p>
+the other the noise.{apart}</p>
 <div class="experts">
 {"".join(cards)}
 </div>
