@@ -125,6 +125,7 @@ class TestDemo:
         assert results_of(out) == before
         assert len((out / "report.html").read_bytes()) == pytest.approx(len(content), abs=100)  # its own time is new
 
+    @pytest.mark.slow
     def test_goes_on_after_kill_9(self, first, tmp_path):
         out = tmp_path / "demo"
         process = start(out)
