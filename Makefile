@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,dev]'
 	touch $@
 
-demo: setup  ## data, experts, one model, samples and a report: demo/report.html,
+demo: setup  ## data, experts, one model, samples and a report: demo/report.html
 	$(BIN)/atoll demo --out demo
 
 test: setup  ## run the tests
