@@ -26,19 +26,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atoll.data.avatar_reader import read_avatars
-from atoll.data.avatars import attributes_of
 from atoll.data.codecs import load_codec
 from atoll.data.features import make_features
 from atoll.data.shards import Dataset
 from atoll.data.sheets import COLOURS, contact_sheet, pictures_of, save_picture
 from atoll.data.text import load_text_encoder
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
 from atoll.evaluation.frechet import Moments, frechet_distance
+from atoll.evaluation.judge import are_right
 from atoll.models.expert import Expert
 from atoll.models.router import Router
 from atoll.sampling.ensemble import Ensemble, generate
-from atoll.sampling.expert import Guidance, Prompts, VelocityExpert
+from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import get_routing
 from atoll.training.calibrate import judge
 from atoll.training.rows import Rows
@@ -92,8 +92,7 @@ class Judge:
         seconds = time.perf_counter() - begun
         latents = torch.cat(parts)
         pictures = pictures_of(self.codec.decode(latents))
-        wanted = [attributes_of(caption) for caption in self.captions]
-        right = float(np.mean([found == want for found, want in zip(read_avatars(pictures), wanted, strict=True)]))
+        right = float(np.mean(are_right(pictures, self.captions)))
         return Judged(right, frechet_distance(self.reference, Moments.of(self._features(latents))), seconds, pictures)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import LINEAR
 from atoll.diffusion.solvers import euler, uniform_times
@@ -24,7 +25,7 @@ from atoll.diffusion.transfer import Transfer
 from atoll.models.dit import TextContext
 from atoll.models.router import Router, RouterConfig
 from atoll.sampling.ensemble import Ensemble, generate, initial_noise
-from atoll.sampling.expert import Guidance, Prompts, VelocityExpert
+from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import Routing, get_routing
 
 NUM_EXPERTS, SCALE = 8, 4.0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atoll.data.text import make_text_encoder
-from atoll.diffusion.guidance import guided
+from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.objective import get_objective
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Prediction
@@ -30,7 +30,7 @@ from atoll.models.expert import Expert
 from atoll.models.presets import preset
 from atoll.models.router import Router, RouterConfig
 from atoll.sampling.ensemble import Ensemble, Routed, generate, image_generators, initial_noise
-from atoll.sampling.expert import FolderExpert, FunctionExpert, Guidance, Prompts, VelocityExpert
+from atoll.sampling.expert import FolderExpert, FunctionExpert, Prompts, VelocityExpert
 from atoll.sampling.routing import POLICIES, Routing, get_routing
 
 WORDS = make_text_encoder("words:16x12")
@@ -517,7 +517,8 @@ import torch
 from atoll.data.text import make_text_encoder
 from atoll.diffusion.solvers import uniform_times
 from atoll.sampling.ensemble import Ensemble, generate
-from atoll.sampling.expert import Guidance, Prompts
+from atoll.diffusion.guidance import Guidance
+from atoll.sampling.expert import Prompts
 from atoll.sampling.routing import Routing
 
 def megabytes(key):

@@ -1,7 +1,8 @@
-"""Classifier-free guidance as a closure over a velocity function."""
+"""Classifier-free guidance: what it does to a pair of velocities, and as a closure over a velocity function."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,30 @@ from atoll.errors import InputError
 Text = TypeVar("Text")
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """uncond + scale (cond - uncond) for t inside the interval; outside it, and at scale 1, cond alone."""
+
+    scale: float = 1.0
+    interval: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise InputError(f"the guidance scale must be a finite number, but is {self.scale}")
+        low, high = self.interval
+        if not 0 <= low <= high <= 1:
+            raise InputError(f"the guidance interval must be (low, high) within [0, 1], but is {self.interval}")
+
+    def inside(self, t: Tensor) -> Tensor:
+        """Where guidance is on, of the shape of t."""
+        low, high = self.interval
+        return (t >= low) & (t <= high) & (self.scale != 1)
+
+    def mixed(self, cond: Tensor, uncond: Tensor, t: Tensor) -> Tensor:
+        """One velocity of the two, at t."""
+        return torch.lerp(uncond, cond, 1 + (self.scale - 1) * over(self.inside(t), cond))
+
+
 def guided(
     velocity: Callable[[Tensor, Tensor, Text], Tensor],
     text: Text,
@@ -21,19 +46,13 @@ def guided(
     scale: float,
     interval: tuple[float, float] = (0.0, 1.0),
 ) -> Velocity:
-    """uncond + scale (cond - uncond) for t inside the interval; outside it, and at scale 1, cond alone."""
-    if not math.isfinite(scale):
-        raise InputError(f"the guidance scale must be a finite number, but is {scale}")
-    low, high = interval
-    if not 0 <= low <= high <= 1:
-        raise InputError(f"the guidance interval must be (low, high) within [0, 1], but is {interval}")
+    """A velocity function of one text, guided away from another; the latter is not asked where guidance is off."""
+    guidance = Guidance(scale, interval)
 
     def guided_velocity(x: Tensor, t: Tensor) -> Tensor:
         cond = velocity(x, t, text)
-        inside = (t >= low) & (t <= high)
-        if scale == 1 or not bool(inside.any()):
+        if not bool(guidance.inside(t).any()):
             return cond
-        uncond = velocity(x, t, null_text)
-        return torch.lerp(uncond, cond, 1 + (scale - 1) * over(inside, x))
+        return guidance.mixed(cond, velocity(x, t, null_text), t)
 
     return guided_velocity

@@ -36,6 +36,7 @@ from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sheets import decode_rows, save_picture
 from atoll.data.sources import Source
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
 from atoll.evaluation.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
@@ -44,7 +45,7 @@ from atoll.files import alone, read_json, write_json, write_whole
 from atoll.sampling import defaults
 from atoll.sampling.assemble import INDEX, ModelIndex, assemble
 from atoll.sampling.ensemble import generate
-from atoll.sampling.expert import Guidance, Prompts
+from atoll.sampling.expert import Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.training.expert import ExpertTask

@@ -115,12 +115,13 @@ class Judge:
         seconds = (time.perf_counter() - begun) / len(asked.seen)
         heldout = self._make(pipe, asked.heldout, 10_000)
         varied = self._make(pipe, self._varied, 20_000)
-        right, right_heldout = are_right(seen, asked.seen), are_right(heldout, asked.heldout)
+        pairs, pairs_heldout = read_back(seen, asked.seen), read_back(heldout, asked.heldout)
+        right_heldout = [found == want for found, want in pairs_heldout]
         figures = {
-            "prompt_accuracy": float(np.mean(right)),
+            "prompt_accuracy": float(np.mean([found == want for found, want in pairs])),
             "prompt_accuracy_heldout": float(np.mean(right_heldout)),
-            "attribute_accuracy": _by_attribute(seen, asked.seen),
-            "attribute_accuracy_heldout": _by_attribute(heldout, asked.heldout),
+            "attribute_accuracy": _by_attribute(pairs),
+            "attribute_accuracy_heldout": _by_attribute(pairs_heldout),
             "num_prompts": len(seen),
             "num_prompts_heldout": len(heldout),
             "frechet": self._distance(seen),
@@ -152,14 +153,17 @@ class Judge:
 
 def are_right(pictures: NDArray[np.uint8], captions: Sequence[str]) -> list[bool]:
     """Whether every attribute that the caption tells is in the picture, and no other."""
+    return [found == want for found, want in read_back(pictures, captions)]
+
+
+def read_back(pictures: NDArray[np.uint8], captions: Sequence[str]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """The attributes in each picture, and those that its caption tells."""
     wanted = [attributes_of(caption) for caption in captions]
-    return [found == want for found, want in zip(read_avatars(pictures), wanted, strict=True)]
+    return list(zip(read_avatars(pictures), wanted, strict=True))
 
 
-def _by_attribute(pictures: NDArray[np.uint8], captions: Sequence[str]) -> dict[str, float]:
-    wanted, found = [attributes_of(caption) for caption in captions], read_avatars(pictures)
-    pairs = list(zip(wanted, found, strict=True))
-    return {name: float(np.mean([want[name] == seen[name] for want, seen in pairs])) for name in ATTRIBUTES}
+def _by_attribute(pairs: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -> dict[str, float]:
+    return {name: float(np.mean([found[name] == want[name] for found, want in pairs])) for name in ATTRIBUTES}
 
 
 def images_of(pictures: NDArray[np.uint8]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import over
 from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
@@ -25,7 +26,7 @@ from atoll.errors import InputError, NotFiniteError
 from atoll.models.centroids import CentroidRouter
 from atoll.models.dit import TextContext
 from atoll.models.router import Router
-from atoll.sampling.expert import FolderExpert, Guidance, Prompts, Reading, Shape, VelocityField, guided_velocity
+from atoll.sampling.expert import FolderExpert, Prompts, Reading, Shape, VelocityField, guided_velocity
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
 
 Logits = Callable[[Tensor, Tensor, Any], Tensor]

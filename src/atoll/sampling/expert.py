@@ -4,7 +4,6 @@ A text's keys and values belong to one network. Each distinct text is read alone
 sees depends neither on the others in its batch nor on when the expert came into memory.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from atoll.config import build
 from atoll.data.text import TextEncoder
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
-from atoll.diffusion.schedules import over
 from atoll.diffusion.transfer import Conversion, Predict, Transfer
 from atoll.errors import InputError
 from atoll.files import read_json
@@ -321,26 +320,6 @@ def _put_together(read: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
 # --- guidance -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """uncond + scale (cond - uncond) for t inside the interval; outside it, and at scale 1, cond alone."""
-
-    scale: float = 1.0
-    interval: tuple[float, float] = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise InputError(f"the guidance scale must be a finite number, but is {self.scale}")
-        low, high = self.interval
-        if not 0 <= low <= high <= 1:
-            raise InputError(f"the guidance interval must be (low, high) within [0, 1], but is {self.interval}")
-
-    def inside(self, t: Tensor) -> Tensor:
-        """Where guidance is on, of the shape of t."""
-        low, high = self.interval
-        return (t >= low) & (t <= high) & (self.scale != 1)
-
-
 def guided_velocity(
     expert: VelocityField,
     x: Tensor,
@@ -355,10 +334,9 @@ def guided_velocity(
     """
     if reading is None:
         return expert.velocity(x, t)
-    inside = guidance.inside(t)
-    if not bool(inside.any()):
+    if not bool(guidance.inside(t).any()):
         return expert.velocity(x, t, reading.context(rows))
     twice = t if t.dim() == 0 else torch.cat([t, t])
     both = expert.velocity(torch.cat([x, x]), twice, reading.context(rows, guided=True))
     cond, uncond = both.chunk(2)
-    return torch.lerp(uncond, cond, 1 + (guidance.scale - 1) * over(inside, x))
+    return guidance.mixed(cond, uncond, t)

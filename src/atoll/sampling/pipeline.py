@@ -25,6 +25,7 @@ from atoll.data.pretrained import dtype_name
 from atoll.data.sheets import pictures_of
 from atoll.data.text import FOLDER as TEXT
 from atoll.data.text import TextEncoder, load_text_encoder
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, unknown
@@ -43,7 +44,7 @@ from atoll.sampling.assemble import (
     push_model,
 )
 from atoll.sampling.ensemble import Ensemble, Routed, generate
-from atoll.sampling.expert import FolderExpert, Guidance, Prompts
+from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.routing import POLICIES, Routing, get_routing
 from atoll.sampling.trace import ImageTrace, Preview
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.data.text import TextEncoder
@@ -14,7 +13,7 @@ from atoll.diffusion.prediction import estimate
 from atoll.diffusion.transfer import Calibration
 from atoll.models.centroids import mean_token
 from atoll.models.prior import TextPrior
-from atoll.training.rows import Rows
+from atoll.training.rows import Rows, spread_times
 
 EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
 NUM_BINS = 24
@@ -57,17 +56,17 @@ def judge(
     pool = rows.judged_by(num)
     chosen = np.resize(pool, num)
     generator = torch.Generator().manual_seed(0)
-    t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
-    t = t[torch.randperm(num, generator=generator)]
-    t = objective.path.inside(t)
+    t = objective.path.inside(spread_times(num, generator))
     losses, x0s, guesses, means = [], [], [], []
     for first in range(0, num, batch):
         part = slice(first, first + batch)
-        x0, guess, loss = _denoise(network, objective, rows, text, device, chosen[part], t[part], generator)
+        tokens, mask = text.encode(rows.tokens(chosen[part]).to(device))
+        x0 = rows.latents(chosen[part])
+        guess, loss = _denoise(network, objective, x0, tokens, mask, t[part], generator)
         losses.append(loss)
         x0s.append(x0)
         guesses.append(torch.nan_to_num(guess, 0.0, 0.0, 0.0))  # a network that has diverged is judged all the same
-        means.append(prior.of(*(part.cpu() for part in text.encode(rows.tokens(chosen[part]).to(device)))))
+        means.append(prior.of(tokens.cpu(), mask.cpu()))
     loss = torch.cat(losses)
     log_snr = objective.path.log_snr(t.double())
     calibration = Calibration.fit(
@@ -86,17 +85,15 @@ def judge(
 def _denoise(
     network: nn.Module,
     objective: Objective,
-    rows: Rows,
-    text: TextEncoder,
-    device: torch.device,
-    chosen: NDArray[np.int64],
+    x0: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
     t: Tensor,
     generator: torch.Generator,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x0, what the network makes of it at t, and the objective's loss, of each row."""
-    x0 = rows.latents(chosen)
+) -> tuple[Tensor, Tensor]:
+    """What the network makes of x0 at t, and the objective's loss, of each sample."""
+    device = tokens.device
     eps = torch.randn(x0.shape, generator=generator)
-    tokens, mask = text.encode(rows.tokens(chosen).to(device))
     seen: list[Tensor] = []
 
     def predict(x: Tensor, times: Tensor) -> Tensor:
@@ -105,4 +102,4 @@ def _denoise(
         return output
 
     loss = objective.loss(predict, x0.to(device), eps.to(device), t.to(device))
-    return x0, seen[0].cpu(), loss.cpu()
+    return seen[0].cpu(), loss.cpu()

@@ -5,9 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from atoll.data.codecs import Codec, load_codec
 from atoll.data.pretrained import check_same, fingerprint
 from atoll.data.shards import Dataset
 from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
-from atoll.data.text import load_text_encoder
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig
@@ -23,31 +21,25 @@ from atoll.models.expert import Expert
 from atoll.models.presets import preset
 from atoll.models.prior import TextPrior
 from atoll.sampling.ensemble import Ensemble, generate
-from atoll.sampling.expert import Guidance, Prompts, VelocityExpert
+from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.training.calibrate import Judgement, judge, measure_prior
+from atoll.training.captioned import CaptionedTask
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
-from atoll.training.rows import Rows, bytes_of, refuse_inside
+from atoll.training.rows import refuse_inside
 from atoll.training.settings import ExpertSettings
 
 JUDGED, JUDGED_AT_THE_END = 512, 2048
 IN_A_PICTURE = 12
 
 
-class ExpertTask:
+class ExpertTask(CaptionedTask):
     """(x_t, t, text) -> what the objective asks for."""
 
     def __init__(self, data: Dataset, settings: ExpertSettings, device: torch.device, init: Path | None = None) -> None:
-        self.settings, self.device = settings, device
-        self.rows = Rows(data)
-        self.num_rows = len(self.rows.train)
+        super().__init__(data, settings, device)
+        self.settings = settings
         self.objective = settings.resolved_objective
-        self.text = load_text_encoder(data.folder)
-        if isinstance(self.text, nn.Module):
-            self.text.to(device)
-        self.null_ids = self.text.null_ids()
-        self.about_text: Mapping[str, Any] = data.about["text"]
-        check_same(self.about_text, self.text.describe(), "text encoder")
         self.init: Mapping[str, Any] | None = None
         self.license = str(data.about["license"])
         self.network = self._make_network(init)
@@ -97,31 +89,15 @@ class ExpertTask:
             self.license = f"{self.license} (data), {theirs} (first weights)"
         return network
 
-    @property
-    def text_length(self) -> int:
-        return self.rows.longest_text(self.text)
-
-    @property
-    def frozen_bytes(self) -> int:
-        return bytes_of(self.text)
-
     def describe(self) -> dict[str, Any]:
         return {"data": self.rows.identity(), "init": self.init}
 
-    def read(self, rows: NDArray[np.int64]) -> Tensors:
-        at = self.rows.train[rows]
-        return torch.from_numpy(at), self.rows.latents(at), self.rows.tokens(at)
-
-    def draw(self, num: int, generator: torch.Generator) -> Tensors:
-        """Times, noise, and whose text is dropped."""
-        t = self.objective.sample_times(num, generator)
-        eps = torch.randn(num, *self.rows.shape, generator=generator)
-        return t, eps, torch.rand(num, generator=generator) < self.settings.text_dropout
+    def sample_times(self, num: int, generator: torch.Generator) -> Tensor:
+        return self.objective.sample_times(num, generator)
 
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (rows, x0, ids), (t, eps, dropped) = batch, drawn
-        ids = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
-        tokens, mask = self.rows.encode(self.text, ids, rows)
+        tokens, mask = self.encode(ids, dropped, rows)
         return self.objective.loss(lambda x, t: network(x, t, tokens, mask), x0, eps, t)
 
     def evaluate(self) -> Mapping[str, Any]:
@@ -129,8 +105,7 @@ class ExpertTask:
         return {"held_out": self.judgement.loss, "held_out_by_log_snr": self.judgement.loss_by_log_snr}
 
     def _judge(self, num: int) -> Judgement:
-        batch = self.settings.micro_batch or self.settings.batch
-        return judge(self.network, self.objective, self.rows, self.text, self.device, num, batch, self.prior)
+        return judge(self.network, self.objective, self.rows, self.text, self.device, num, self.at_a_time, self.prior)
 
     @cached_property
     def prior(self) -> TextPrior:
@@ -141,7 +116,7 @@ class ExpertTask:
         codec = self.codec
         if codec is None:
             return None
-        shown = self.rows.judged_by(IN_A_PICTURE if is_quick(codec) else 4)[:IN_A_PICTURE]
+        shown = self.rows.judged_by(IN_A_PICTURE if is_quick(codec) else 4)
         tokens, mask = self.text.encode(self.rows.tokens(shown).to(self.device))
         null = self.text.encode(self.null_ids.to(self.device))
         ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])

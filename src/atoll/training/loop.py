@@ -155,8 +155,8 @@ class Run:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def step(self) -> bool:
-        """One update, or none if the loss or the gradient is not finite; whether the run was asked to stop is apart."""
+    def step(self) -> None:
+        """One update, or none if the loss or the gradient is not finite."""
         progress, settings = self.progress, self.settings
         batch, drawn = self._batch()
         loss = self._backward(batch, drawn)
@@ -184,7 +184,6 @@ class Run:
         if self.heap is not None:
             self.heap.tidy()
         progress.step += 1
-        return good
 
     def _backward(self, batch: Tensors, drawn: Tensors) -> Tensor:
         """Gradients of the mean loss over this process's share, a micro-batch at a time; that loss."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,17 +23,16 @@ def preview(make_task: Callable[[torch.device], Task], settings: Settings) -> Se
     base = None if on_gpu else measure_base()
     task = made(make_task, team.device)
     config = task.network.config
-    device_type, bf16, extra = team.device.type, settings.uses_bf16, task.frozen_bytes
-    memory = predict(
-        config,
-        settings,
-        text_length=task.text_length,
-        device_type=device_type,
-        bf16=bf16,
-        base=base,
-        processes=team.size,
-        extra=extra,
-    )
+    bf16 = settings.uses_bf16
+    circumstances: dict[str, Any] = {
+        "text_length": task.text_length,
+        "device_type": team.device.type,
+        "bf16": bf16,
+        "base": base,
+        "processes": team.size,
+        "extra": task.frozen_bytes,
+    }
+    memory = predict(config, settings, **circumstances)
     named = {name: value for name, value in asdict(settings).items() if value is not None}
     named["lr"] = f"{settings.lr_at(settings.steps // 2, config.hidden_size):.3g} half-way"
     named |= {"precision": "bf16" if bf16 else "fp32", "device": str(team.device), "processes": team.size}
@@ -42,17 +42,7 @@ def preview(make_task: Callable[[torch.device], Task], settings: Settings) -> Se
     lines += [f"memory on the {'GPU' if on_gpu else 'CPU'}, predicted", *(f"  {line}" for line in memory.lines())]
     free = available(team.device)
     if memory.total > free:
-        most = largest_micro_batch(
-            config,
-            settings,
-            free,
-            text_length=task.text_length,
-            device_type=device_type,
-            bf16=bf16,
-            base=base,
-            processes=team.size,
-            extra=extra,
-        )
+        most = largest_micro_batch(config, settings, free, **circumstances)
         advice = f"use --micro-batch {most}" if most else "use --checkpointing, or a smaller --model"
         return [*lines, f"this is more than the {in_words(free)} there are: {advice}"]
     return [*lines, *_probe(task, settings, team)]

@@ -12,18 +12,18 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atoll.data.pretrained import check_same
 from atoll.data.shards import Dataset
-from atoll.data.text import TextEncoder, load_text_encoder
+from atoll.data.text import TextEncoder
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
 from atoll.files import read_json
 from atoll.models.centroids import CentroidRouter, mean_token
 from atoll.models.presets import preset
 from atoll.models.router import Router, RouterConfig
+from atoll.training.captioned import CaptionedTask
 from atoll.training.loop import Tensors, refuse_foreign, seeded, train
 from atoll.training.preview import preview
-from atoll.training.rows import Rows, bytes_of, refuse_inside
+from atoll.training.rows import Rows, refuse_inside, spread_times
 from atoll.training.settings import RouterSettings
 from atoll.training.team import Team
 
@@ -34,47 +34,26 @@ MOST_FOR_CENTROIDS = 100_000
 IMAGE_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
-class RouterTask:
+class RouterTask(CaptionedTask):
     """Canonical (x_t, t) and the text -> the cluster."""
 
     def __init__(self, data: Dataset, settings: RouterSettings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
-        self.rows = Rows(data)
-        self.num_rows = len(self.rows.train)
+        super().__init__(data, settings, device)
+        self.settings = settings
         self.labels = torch.from_numpy(data.clusters())
         self.num_experts = num_clusters_of(data)
-        self.text = load_text_encoder(data.folder)
-        if isinstance(self.text, nn.Module):
-            self.text.to(device)
-        self.null_ids = self.text.null_ids()
-        self.about_text: Mapping[str, Any] = data.about["text"]
-        check_same(self.about_text, self.text.describe(), "text encoder")
         channels, size, _ = self.rows.shape
         width = self.text.dim if settings.text else None
         sizes = preset(settings.model, input_size=size, in_channels=channels, text_dim=width)
         with seeded("weights", settings.seed):
             self.network = Router(RouterConfig(**sizes, num_experts=self.num_experts))
 
-    @property
-    def text_length(self) -> int:
-        return self.rows.longest_text(self.text)
-
-    @property
-    def frozen_bytes(self) -> int:
-        return bytes_of(self.text)
-
     def describe(self) -> dict[str, Any]:
         return {"data": self.rows.identity(), "num_experts": self.num_experts}
 
     def read(self, rows: NDArray[np.int64]) -> Tensors:
-        at = self.rows.train[rows]
-        return torch.from_numpy(at), self.rows.latents(at), self.rows.tokens(at), self.labels[at]
-
-    def draw(self, num: int, generator: torch.Generator) -> Tensors:
-        """Times, noise, and whose text is dropped."""
-        t = torch.rand(num, generator=generator)
-        eps = torch.randn(num, *self.rows.shape, generator=generator)
-        return t, eps, torch.rand(num, generator=generator) < self.settings.text_dropout
+        at, latents, ids = super().read(rows)
+        return at, latents, ids, self.labels[at]
 
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (rows, x0, ids, labels), (t, eps, dropped) = batch, drawn
@@ -82,8 +61,7 @@ class RouterTask:
         x = alpha * x0 + sigma * eps
         if not self.settings.text:
             return F.cross_entropy(network(x, t).float(), labels, reduction="none")
-        ids = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
-        tokens, mask = self.rows.encode(self.text, ids, rows)
+        tokens, mask = self.encode(ids, dropped, rows)
         return F.cross_entropy(network(x, t, tokens, mask).float(), labels, reduction="none")
 
     def evaluate(self) -> Mapping[str, Any]:
@@ -96,8 +74,7 @@ class RouterTask:
 
     def answers(self, router: nn.Module, num: int) -> "Answers":
         text = self.text if self.settings.text else None
-        batch = self.settings.micro_batch or self.settings.batch
-        return ask(router, self.rows, self.labels, text, self.device, num, batch)
+        return ask(router, self.rows, self.labels, text, self.device, num, self.at_a_time)
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Fit the temperature, compare with the router from centroids, and write the router."""
@@ -153,7 +130,7 @@ def ask(
     pool = rows.judged_by(num)
     chosen = np.resize(pool, num)
     generator = torch.Generator().manual_seed(0)
-    t = ((torch.arange(num) + torch.rand(num, generator=generator)) / num)[torch.randperm(num, generator=generator)]
+    t = spread_times(num, generator)
     logits = []
     for first in range(0, num, batch):
         at, times = chosen[first : first + batch], t[first : first + batch]

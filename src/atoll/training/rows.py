@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.text import TextEncoder
@@ -39,12 +39,9 @@ class Rows:
             if (found := column[:1].shape[1:]) != shape:
                 raise InputError(f"{column.name} of {name} are {list(found)}, but its dataset.json says {list(shape)}")
 
-    def judged_by(self, most: int, seed: int = 0) -> NDArray[np.int64]:
+    def judged_by(self, most: int) -> NDArray[np.int64]:
         """Up to `most` held-out rows, or rows of training where none were held out."""
-        pool = self.held_out if len(self.held_out) else self.train
-        if len(pool) <= most:
-            return pool
-        return np.sort(np.random.default_rng(seed).choice(pool, most, replace=False))
+        return _some_of(self.held_out if len(self.held_out) else self.train, most)
 
     def latents(self, rows: NDArray[np.int64]) -> Tensor:
         """Float32 [n, C, S, S]."""
@@ -108,10 +105,8 @@ class Rows:
         return mean, square / len(chosen) / mean.numel() - float((mean**2).mean())
 
     def some(self, most: int) -> NDArray[np.int64]:
-        """Up to `most` rows to train on, chosen at random and always the same."""
-        if len(self.train) <= most:
-            return self.train
-        return np.sort(np.random.default_rng(0).choice(self.train, most, replace=False))
+        """Up to `most` rows to train on."""
+        return _some_of(self.train, most)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -135,11 +130,17 @@ class Rows:
         return {"shape": list(self.shape), "codec": self.data.about["codec"]}
 
 
-def bytes_of(model: object) -> int:
-    """What a frozen model has in memory."""
-    if not isinstance(model, nn.Module):
-        return 0
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
+def _some_of(pool: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """At most so many, chosen at random and always the same."""
+    if len(pool) <= most:
+        return pool
+    return np.sort(np.random.default_rng(0).choice(pool, most, replace=False))
+
+
+def spread_times(num: int, generator: torch.Generator) -> Tensor:
+    """Times spread evenly over [0, 1], one at random in each of `num` equal parts, in random order."""
+    t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
+    return t[torch.randperm(num, generator=generator)]
 
 
 def refuse_inside(out: Path, data: Path) -> None:

@@ -1,7 +1,7 @@
 """The state of a run on disk, from which the same command goes on: one safetensors file a saved step.
 
-Weights, averaged weights and both moments of AdamW are tensors, all else (`Progress`, the settings) is JSON in the
-file's metadata: a state is one file, so it is there whole or not at all.
+Weights, averaged weights and both moments of AdamW are tensors, all else (`Progress`) is JSON in the file's
+metadata: a state is one file, so it is there whole or not at all.
 """
 
 import json
