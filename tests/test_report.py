@@ -38,7 +38,7 @@ def results(compare: bool) -> dict[str, Any]:
         ],
     }
     if compare:
-        found["compare"] = {"homogeneous": figures, "monolith": {**figures, "steps": 2200}}
+        found["compare"] = {"homogeneous": figures, "monolith": {**figures, "batch": 131}}
     return found
 
 

@@ -240,7 +240,7 @@ class _Demo:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _count_flops(self) -> dict[str, float]:
-        """Of training each: a step's, counted, times the steps. The monolith's steps are as many as these pay for."""
+        """Of training each: a step's, counted, times the steps. The monolith's batch is as large as these pay for."""
         data = Dataset.open(self.data, 0)
         expert = flops_of_step(ExpertTask(data, self.plan.expert, CPU), self.plan.expert.batch)
         ddpm = flops_of_step(ExpertTask(data, self.plan.ddpm, CPU), self.plan.ddpm.batch)
@@ -251,14 +251,14 @@ class _Demo:
             for k, settings in enumerate(self.plan.experts(self.ddpm))
         ]
         total = sum(experts) + router * self.plan.router.steps
-        self.monolith = replace(
-            self.plan.expert, steps=math.ceil(total / expert), eval_every=max(1, math.ceil(total / expert) // 2)
-        )
+        usual = self.plan.expert
+        # As the papers compare: as many steps as an expert, and as many samples in each as all of them together.
+        self.monolith = replace(usual, batch=math.ceil(usual.batch * total / (expert * usual.steps)))
         return {
             **{f"expert_{k}": value for k, value in enumerate(experts)},
             "router": router * self.plan.router.steps,
             "twin": expert * self._twin.steps,
-            "monolith": expert * self.monolith.steps,
+            "monolith": expert * self.monolith.steps * self.monolith.batch / usual.batch,
         }
 
     @property
@@ -267,17 +267,19 @@ class _Demo:
         return replace(self.plan.ddpm, objective=self.plan.expert.objective)
 
     def _jobs(self) -> list[Job]:
-        jobs = [
+        """The longest first, so that no core idles long."""
+        jobs = []
+        if self.compare:
+            folder = self.out / "compare"
+            jobs.append(self._job("monolith", None, self.monolith, folder / "monolith"))
+            jobs.append(self._job(f"expert {self.ddpm} fm", self.ddpm, self._twin, folder / f"expert_{self.ddpm}"))
+        jobs += [
             self._job(f"expert {k} {settings.objective}", k, settings, self.run / f"expert_{k}")
             for k, settings in enumerate(self.plan.experts(self.ddpm))
         ]
         router = ["train-router", str(self.data), "--out", str(self.run / "router"), *as_flags(self.plan.router)]
         jobs.append(Job("router", _command(router), self.run / "router", self.plan.router.steps))
-        if self.compare:
-            folder = self.out / "compare"
-            jobs.append(self._job("monolith", None, self.monolith, folder / "monolith"))
-            jobs.append(self._job(f"expert {self.ddpm} fm", self.ddpm, self._twin, folder / f"expert_{self.ddpm}"))
-        return sorted(jobs, key=lambda job: -job.steps)  # what is begun first ends first: no core idles long
+        return jobs
 
     def _job(self, name: str, cluster: int | None, settings: ExpertSettings, folder: Path) -> Job:
         where = "all" if cluster is None else str(cluster)
@@ -395,7 +397,7 @@ class _Demo:
                 "monolith": {
                     **judged["monolith"].about["figures"],
                     **_sum_of([monolith]),
-                    "steps": self.monolith.steps,
+                    "batch": self.monolith.batch,
                 },
             }
         found["aims"] = _aims(found)

@@ -159,10 +159,10 @@ def _experts(results: Mapping[str, Any], gallery: Gallery) -> str:
     steps = {expert["objective"]: expert["steps"] for expert in results["experts"]}
     apart = ""
     if "ddpm" in steps and "fm" in steps:
+        took = "" if steps["ddpm"] == steps["fm"] else f" and takes {steps['ddpm']:,} steps, not {steps['fm']:,}"
         apart = (
-            f" Every owner decides alone how to train: the DDPM expert took {steps['ddpm']:,} steps and the others "
-            f"{steps['fm']:,}. Noise prediction is slow to learn the first strokes of a picture, so this expert has "
-            "the smallest part, and weighs its errors by min-SNR."
+            " Every owner decides alone how to train: noise prediction is slow to learn the first strokes of a "
+            f"picture, so the DDPM expert has the smallest part, weighs its errors by min-SNR{took}."
         )
     return f"""<section>
 <h2>What each expert saw, and how it learned</h2>
@@ -315,8 +315,9 @@ def _meaning(results: Mapping[str, Any]) -> str:
     }
     if compared:
         meanings["Monolith"] = (
-            "The same network trained on all pictures, for as many steps as the experts and the router have taken "
-            f"together: {results['compare']['monolith']['steps']:,}, with batches of the same size."
+            "The same network trained on all pictures with as many FLOPs as the experts and the router together. As "
+            "in the papers, it takes as many steps as an expert does, and each of them on "
+            f"{results['compare']['monolith']['batch']} pictures."
         )
         meanings["All FM"] = (
             "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, "

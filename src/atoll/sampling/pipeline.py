@@ -77,14 +77,14 @@ class AtollPipeline:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         max_resident: int | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         conversion: Conversion | str | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder = folder = Path(folder)
         self.index = ModelIndex.read(folder)
         self.max_resident = None if max_resident is None else _whole("max_resident", max_resident)
         self.conversion = None if conversion is None else Conversion(conversion)
