@@ -1,10 +1,19 @@
-"""The Frechet distance against scipy's matrix square root and against closed forms."""
+"""The Frechet distance against scipy's matrix square root, torchmetrics and closed forms."""
 
 import numpy as np
 import pytest
+import torch
 
 from atoll.errors import InputError
-from atoll.evaluation.frechet import Moments, frechet_distance
+from atoll.evaluation.frechet import (
+    Moments,
+    Scatter,
+    frechet_distance,
+    frechet_error,
+    frechet_infinity,
+    frechet_to,
+    least_for_infinity,
+)
 
 linalg = pytest.importorskip("scipy.linalg")
 
@@ -14,13 +23,33 @@ def cloud(num, dim, seed):
     return rng.normal(size=(num, dim)) @ rng.normal(size=(dim, dim)) + rng.normal(size=dim)
 
 
+def by_scipy(one: Moments, other: Moments) -> float:
+    root = linalg.sqrtm(one.covariance @ other.covariance).real
+    return ((one.mean - other.mean) ** 2).sum() + np.trace(one.covariance + other.covariance - 2 * root)
+
+
 @pytest.mark.parametrize("dim", [1, 5, 40])
 def test_against_scipy(dim):
     one, other = Moments.of(cloud(300, dim, 0)), Moments.of(cloud(200, dim, 1))
-    root = linalg.sqrtm(one.covariance @ other.covariance).real
-    expected = ((one.mean - other.mean) ** 2).sum() + np.trace(one.covariance + other.covariance - 2 * root)
-    assert frechet_distance(one, other) == pytest.approx(expected, rel=1e-8)
+    assert frechet_distance(one, other) == pytest.approx(by_scipy(one, other), rel=1e-8)
     assert frechet_distance(one, other) == pytest.approx(frechet_distance(other, one), rel=1e-10)
+
+
+def test_against_torchmetrics():
+    fid = pytest.importorskip("torchmetrics.image.fid")
+
+    class Flat(torch.nn.Module):
+        num_features = 12
+
+        def forward(self, x):
+            return x.flatten(1)
+
+    real, made = (torch.from_numpy(cloud(500, 12, seed)).reshape(-1, 3, 2, 2) for seed in (0, 1))
+    theirs = fid.FrechetInceptionDistance(feature=Flat(), input_img_size=(3, 2, 2)).set_dtype(torch.float64)
+    theirs.update(real, real=True)
+    theirs.update(made, real=False)
+    ours = frechet_distance(Moments.of(real.flatten(1).numpy()), Moments.of(made.flatten(1).numpy()))
+    assert ours == pytest.approx(float(theirs.compute()), rel=1e-4)
 
 
 def test_closed_forms():
@@ -33,8 +62,102 @@ def test_closed_forms():
 
 
 def test_fewer_samples_than_dimensions():
+    """scipy's root of a singular product is not exact itself, so less is asked of the agreement."""
     one, other = Moments.of(cloud(10, 50, 0)), Moments.of(cloud(12, 50, 1))
-    assert np.isfinite(frechet_distance(one, other))
+    assert frechet_distance(one, other) == pytest.approx(by_scipy(one, other), rel=1e-4)
+
+
+@pytest.mark.parametrize("num", [2, 12, 49, 50, 200])
+def test_from_features(num):
+    """The shorter way where there are fewer samples than dimensions is the same distance."""
+    reference, features = Moments.of(cloud(300, 50, 0)), cloud(num, 50, 1).astype(np.float32)
+    expected = frechet_distance(reference, Moments.of(features))
+    assert frechet_to(reference, features) == pytest.approx(expected, rel=1e-6)
+
+
+def test_identical_images():
+    """No spread at all: what is left is how far the one image is from the mean, and the spread of the others."""
+    point, others = Moments.of(np.tile([[1.0, 2.0, 3.0]], (20, 1))), Moments.of(cloud(50, 3, 0))
+    expected = ((point.mean - others.mean) ** 2).sum() + np.trace(others.covariance)
+    assert frechet_distance(point, others) == pytest.approx(expected)
+    assert frechet_distance(point, point) == 0
+    wide = Moments.of(cloud(50, 30, 0))
+    same = np.tile(cloud(1, 30, 1), (20, 1))
+    assert frechet_to(wide, same) == pytest.approx(((same[0] - wide.mean) ** 2).sum() + np.trace(wide.covariance))
+
+
+class TestStreaming:
+    @pytest.mark.parametrize("sizes", [[300], [1] * 300, [7, 93, 0, 200], [299, 1]])
+    def test_batches_do_not_matter(self, sizes):
+        features = cloud(300, 6, 0)
+        found = Moments.over(np.split(features, np.cumsum(sizes)[:-1]))
+        whole = Moments.of(features)
+        assert found.num == 300
+        np.testing.assert_allclose(found.mean, whole.mean, rtol=1e-12)
+        np.testing.assert_allclose(found.covariance, whole.covariance, rtol=1e-11, atol=1e-11)
+
+    def test_far_from_the_origin(self):
+        """Sums of squares would have lost all digits of the variance here."""
+        features = np.random.default_rng(0).normal(size=(4000, 3)) + 1e8
+        found = Moments.over(np.array_split(features, 40))
+        np.testing.assert_allclose(found.covariance, np.cov(features - 1e8, rowvar=False), atol=1e-6)
+        lost = (features**2).sum(0) / 4000 - features.mean(0) ** 2
+        assert np.abs(lost - 1).min() > 0.5
+
+    def test_refused(self):
+        with pytest.raises(InputError, match="there are no features"):
+            Moments.over([])
+        with pytest.raises(InputError, match="one image alone"):
+            Moments.over([np.ones((1, 3))])
+        with pytest.raises(InputError, match="features of 1 images are not finite"):
+            Scatter.of(np.array([[np.inf, 1.0], [0.0, 1.0]]))
+
+
+class TestInfinity:
+    """Samples of a Gaussian whose distance to another is known."""
+
+    reference = Moments(np.zeros(20), np.eye(20), 10**9)
+
+    def sample(self, num, seed):
+        return 1.2 * np.random.default_rng(seed).normal(size=(num, 20)) + 0.1
+
+    truth = 20 * 0.1**2 + 20 * 0.2**2
+
+    def test_the_bias_is_gone(self, report):
+        raw, found = [], []
+        for seed in range(8):
+            features = self.sample(400, seed)
+            raw.append(frechet_distance(self.reference, Moments.of(features)))
+            found.append(frechet_infinity(self.reference, features).value)
+        bias = np.mean(raw) - self.truth
+        report(
+            f"Frechet distance of 400 samples in 20 dimensions, truth {self.truth:.2f}: {np.mean(raw):.2f}, "
+            f"extrapolated {np.mean(found):.2f}"
+        )
+        assert abs(np.mean(found) - self.truth) < 0.25 * bias
+
+    def test_errors_are_of_the_size_of_what_they_tell(self):
+        found = [frechet_infinity(self.reference, self.sample(400, seed)) for seed in range(12)]
+        spread = np.std([one.value for one in found])
+        assert 0.3 * spread < np.mean([one.error for one in found]) < 3 * spread
+        raw = [frechet_distance(self.reference, Moments.of(self.sample(400, seed))) for seed in range(12)]
+        error = np.mean([frechet_error(self.reference, self.sample(400, seed)) for seed in range(12)])
+        assert 0.5 * np.std(raw) < error < 2.5 * np.std(raw)
+
+    def test_too_few(self):
+        assert least_for_infinity(20) == 80
+        with pytest.raises(InputError, match="79 images are too few .* at least 80"):
+            frechet_infinity(self.reference, self.sample(79, 0))
+        with pytest.raises(InputError, match="at least 4 images"):
+            frechet_error(self.reference, self.sample(3, 0))
+
+    def test_the_largest_subset_is_all(self):
+        found = frechet_infinity(self.reference, self.sample(200, 0))
+        assert found.sizes[0] == 100
+        assert found.sizes[-1] == 200
+        assert found.distances[-1] == pytest.approx(
+            frechet_distance(self.reference, Moments.of(self.sample(200, 0))), rel=1e-9
+        )
 
 
 def test_refused():
@@ -42,5 +165,9 @@ def test_refused():
         Moments.of(np.zeros((1, 3)))
     with pytest.raises(InputError, match="features of 1 images are not finite"):
         Moments.of(np.array([[0.0, np.nan], [1, 2], [3, 4]]))
+    with pytest.raises(InputError, match="features of 2 images are not finite"):
+        frechet_to(Moments.of(cloud(9, 4, 0)), np.full((2, 4), np.nan))
+    with pytest.raises(InputError, match="cannot be compared"):
+        frechet_to(Moments.of(cloud(9, 4, 0)), cloud(3, 5, 0))
     with pytest.raises(InputError, match="cannot be compared"):
         frechet_distance(Moments.of(cloud(9, 2, 0)), Moments.of(cloud(9, 3, 0)))

@@ -12,7 +12,10 @@ import tyro
 
 from atoll.cli.assemble import assemble
 from atoll.cli.assign import assign
+from atoll.cli.convert import convert
 from atoll.cli.demo import demo
+from atoll.cli.evaluate import evaluate
+from atoll.cli.fetch import fetch
 from atoll.cli.inspect import inspect
 from atoll.cli.partition import partition
 from atoll.cli.prepare import prepare
@@ -24,6 +27,7 @@ from atoll.errors import InputError
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, read_recipe
 
 VERBS: dict[str, Callable[..., Any]] = {
+    "fetch": fetch,
     "prepare": prepare,
     "partition": partition,
     "assign": assign,
@@ -33,6 +37,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "train-all": train_all,
     "assemble": assemble,
     "sample": sample,
+    "convert": convert,
+    "evaluate": evaluate,
     "demo": demo,
 }
 SETTINGS: dict[str, type[Settings]] = {

@@ -1,4 +1,4 @@
-"""Image features for clustering: images [B, 3, S, S] in [-1, 1] -> float32 [B, D]."""
+"""Image features, for clustering and to compare pictures by: images [B, 3, S, S] in [-1, 1] -> float32 [B, D]."""
 
 import math
 from contextlib import redirect_stdout
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.data.codecs import check_images
+from atoll.data.convert.checkpoint import read_weights
+from atoll.data.inception import InceptionV3
 from atoll.data.pretrained import (
     SAVED,
     dtype_name,
@@ -32,6 +34,10 @@ from atoll.models.store import Stored
 
 FOLDER = "features"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+KINDS = ("simple", "efficientnet", "dino:HUB_ID_OR_FOLDER", "clip:HUB_ID_OR_FOLDER", "inception:FILE")
 
 
 class Features(Protocol):
@@ -54,15 +60,19 @@ class Features(Protocol):
 
 
 def make_features(spec: str, *, dtype: torch.dtype = torch.float32) -> Features:
-    """`simple`, `efficientnet`, or `dino:HUB_ID_OR_FOLDER` computed in `dtype`."""
+    """`simple`, `efficientnet`, `inception:FILE`, or `dino:` or `clip:HUB_ID_OR_FOLDER` computed in `dtype`."""
     kind, _, rest = spec.partition(":")
     if kind == "dino" and rest:
         return Dino.open(rest, dtype)
+    if kind == "clip" and rest:
+        return CLIPImage.open(rest, dtype)
+    if kind == "inception" and rest:
+        return Inception.open(Path(rest))
     if spec == "efficientnet":
         return EfficientNetLite.pretrained()
     if spec == "simple":
         return Simple(SimpleConfig()).eval()
-    raise unknown("features", spec, ("simple", "efficientnet", "dino:HUB_ID_OR_FOLDER"))
+    raise unknown("features", spec, KINDS)
 
 
 def load_features(folder: str | Path) -> Features:
@@ -70,8 +80,13 @@ def load_features(folder: str | Path) -> Features:
     path = Path(folder) / FOLDER
     about = read_json(path / "config.json", SAVED)
     if "model_type" in about:
-        return Dino.open(str(path), stored_dtype(path))
-    classes: dict[str, type[Simple | EfficientNetLite]] = {"Simple": Simple, "EfficientNetLite": EfficientNetLite}
+        kind: type[Dino | CLIPImage] = Dino if about["model_type"] == "dinov2" else CLIPImage
+        return kind.open(str(path), stored_dtype(path))
+    classes: dict[str, type[Simple | EfficientNetLite | Inception]] = {
+        "Simple": Simple,
+        "EfficientNetLite": EfficientNetLite,
+        "Inception": Inception,
+    }
     return named(classes, about, path).from_pretrained(path)
 
 
@@ -268,8 +283,134 @@ class Dino(nn.Module):
         return fingerprint(self.model.state_dict(), {"features": "dinov2", "size": self.size, **settings})
 
 
-def resize(images: Tensor, size: int) -> Tensor:
-    """Bilinear, and without aliasing when it makes them smaller."""
+class CLIPImage(nn.Module):
+    """transformers' CLIPVisionModelWithProjection: what CLIP compares with a text, before it is made a unit vector."""
+
+    def __init__(self, model: Any, spec: str) -> None:
+        super().__init__()
+        self.model = model
+        self.spec = public_spec(spec)
+
+    @classmethod
+    def open(cls, where: str, dtype: torch.dtype) -> Self:
+        """From a hub id or a folder, of the image side or of both sides."""
+        place = locate(where, ("", FOLDER))
+        kind = place.config.get("model_type")
+        if kind not in ("clip", "clip_vision_model"):
+            raise InputError(f"{where} holds a {kind!r}, not CLIP: give a clip or clip_vision_model")
+        spare = r"text_model|text_projection|logit_scale|.*position_ids$"
+        model = load_model(require("transformers", "hf").CLIPVisionModelWithProjection, place, dtype, spare)
+        return cls(model, f"clip:{where}")
+
+    @property
+    def dim(self) -> int:
+        return int(self.model.config.projection_dim)
+
+    @property
+    def size(self) -> int:
+        return int(self.model.config.image_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
+
+    @torch.no_grad()
+    def extract(self, images: Tensor) -> Tensor:
+        normal = clip_pixels(images, self.size).to(self.dtype)
+        return one_by_one(lambda x: self.model(pixel_values=x).image_embeds, normal).float()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "dtype": dtype_name(self.dtype),
+            "dim": self.dim,
+            "transform": f"resize to {self.size}, bicubic, CLIP's mean and deviation",
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        save_model(self.model, Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        config = self.model.config
+        names = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "image_size")
+        settings = {name: getattr(config, name) for name in names}
+        return fingerprint(self.model.state_dict(), {"features": "clip", **settings})
+
+
+def clip_pixels(images: Tensor, size: int) -> Tensor:
+    """What a CLIP is shown of images in [-1, 1]."""
+    mean, std = (torch.tensor(values, device=images.device).reshape(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+    unit = (resize(check_images(images), size, "bicubic").clamp(-1, 1) + 1) / 2
+    return (unit - mean) / std
+
+
+@dataclass(frozen=True)
+class InceptionConfig:
+    """The size at which it was trained."""
+
+    size: int = 299
+
+
+class Inception(Stored):
+    """The network of the Frechet inception distance, with weights from a file that the user has."""
+
+    config: InceptionConfig
+    config_class = InceptionConfig
+    dim = 2048
+
+    def __init__(self, config: InceptionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.net = InceptionV3()
+        self.requires_grad_(False)
+
+    @property
+    def size(self) -> int:
+        return self.config.size
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """From `pt_inception-2015-12-05-6726825d.pth`, which pytorch-fid, torch-fidelity and torchmetrics share."""
+        model = cls(InceptionConfig())
+        try:
+            model.net.load_state_dict(read_weights(path))
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:160]
+            raise InputError(
+                f"{path} does not hold the weights of the FID Inception ({reason}): give "
+                "pt_inception-2015-12-05-6726825d.pth"
+            ) from error
+        return model.eval()
+
+    @torch.no_grad()
+    def extract(self, images: Tensor) -> Tensor:
+        """Scaled as pytorch-fid does it: bilinear, and with aliasing where pictures are larger than 299."""
+        size = (self.config.size, self.config.size)
+        images = F.interpolate(check_images(images).float(), size, mode="bilinear", align_corners=False)
+        return one_by_one(self.net, images)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": "inception",
+            "dtype": "float32",
+            "dim": self.dim,
+            "transform": f"resize to {self.config.size} as pytorch-fid does",
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.state_dict(), {"features": "inception-2015-12-05", **vars(self.config)})
+
+
+def resize(images: Tensor, size: int, mode: str = "bilinear") -> Tensor:
+    """Bilinear or bicubic, and without aliasing when it makes them smaller."""
     if images.shape[2] == size:
         return images.float()
-    return F.interpolate(images.float(), (size, size), mode="bilinear", antialias=True)
+    return F.interpolate(images.float(), (size, size), mode=mode, antialias=True)

@@ -76,9 +76,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def public_spec(spec: str) -> str:
-    """A spec without the path of a folder on this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
+    """A spec without the path of a folder or file on this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
     kind, _, where = spec.partition(":")
-    return f"{kind}:{Path(where).resolve().name}" if where and Path(where).is_dir() else spec
+    return f"{kind}:{Path(where).resolve().name}" if where and Path(where).exists() else spec
 
 
 class Place(NamedTuple):

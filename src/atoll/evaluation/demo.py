@@ -48,11 +48,12 @@ from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
+from atoll.training.everyone import job_of
 from atoll.training.expert import ExpertTask
 from atoll.training.fleet import Job, find_slots, run_jobs
 from atoll.training.journal import read_metrics
 from atoll.training.router import RouterTask
-from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags
+from atoll.training.settings import ExpertSettings, RouterSettings, Settings
 
 NUM_EXPERTS = 4
 BALANCE = 1.3
@@ -277,14 +278,12 @@ class _Demo:
             self._job(f"expert {k} {settings.objective}", k, settings, self.run / f"expert_{k}")
             for k, settings in enumerate(self.plan.experts(self.ddpm))
         ]
-        router = ["train-router", str(self.data), "--out", str(self.run / "router"), *as_flags(self.plan.router)]
-        jobs.append(Job("router", _command(router), self.run / "router", self.plan.router.steps))
+        jobs.append(job_of("router", ["train-router", str(self.data)], self.run / "router", self.plan.router))
         return jobs
 
     def _job(self, name: str, cluster: int | None, settings: ExpertSettings, folder: Path) -> Job:
         where = "all" if cluster is None else str(cluster)
-        verb = ["train", str(self.data), "--cluster", where, "--out", str(folder), *as_flags(settings)]
-        return Job(name, _command(verb), folder, settings.steps)
+        return job_of(name, ["train", str(self.data), "--cluster", where], folder, settings)
 
     def _train(self) -> None:
         jobs = self._jobs()
@@ -544,10 +543,6 @@ def _aims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _is_complete(folder: Path) -> bool:
     path = folder / "run.json"
     return path.exists() and read_json(path, f"remove {folder}, and run the demo again").get("complete") is True
-
-
-def _command(verb: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "atoll.cli.main", *verb]
 
 
 def _flags(settings: Settings) -> str:

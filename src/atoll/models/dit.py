@@ -19,6 +19,7 @@ from atoll.errors import InputError, unknown
 from atoll.models.store import Stored
 
 TEXT_PROJECTIONS = ("linear", "mlp")
+ADALNS = ("single", "block")
 NUM_FREQUENCIES = 256
 
 
@@ -37,6 +38,8 @@ class TrunkConfig:
     text_projection: str = "linear"  # "linear" as in the paper, "mlp" as in PixArt-alpha
     cross_attention_norm: bool = False  # the LN of Eq. 17, which PixArt-alpha does not have
     time_scale: float = 999.0  # Eq. 20: t in [0, 1] is shown to the network as a step of [0, 999]
+    adaln: str = "single"  # one linear map of the time for all blocks, or "block", one for each, as in DiT
+    frequency_shift: int = 0  # 1: the slowest wave is exactly 10,000 times slower, as diffusers has it for DiT
 
     def __post_init__(self) -> None:
         limits = {"input_size": 4096, "in_channels": 4096, "patch_size": 256, "hidden_size": 65536, "depth": 1024}
@@ -58,6 +61,10 @@ class TrunkConfig:
             )
         if self.text_projection not in TEXT_PROJECTIONS:
             raise unknown("text_projection", self.text_projection, TEXT_PROJECTIONS)
+        if self.adaln not in ADALNS:
+            raise unknown("adaln", self.adaln, ADALNS)
+        if type(self.frequency_shift) is not int or self.frequency_shift not in (0, 1):
+            raise InputError(f"frequency_shift must be 0 or 1, but is {self.frequency_shift!r}")
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +126,11 @@ class Block(nn.Module):
     def __init__(self, config: TrunkConfig) -> None:
         super().__init__()
         width = config.hidden_size
-        self.modulation = nn.Parameter(torch.empty(6, width))  # E_b
+        self.own_time = config.adaln == "block"
+        if self.own_time:
+            self.time_block = nn.Linear(width, 6 * width)
+        else:
+            self.modulation = nn.Parameter(torch.empty(6, width))  # E_b
         self.attention = SelfAttention(width, config.num_heads)
         self.cross = None if config.text_dim is None else CrossAttention(width, config.num_heads)
         self.cross_norm = config.cross_attention_norm
@@ -129,9 +140,9 @@ class Block(nn.Module):
     def forward(
         self, h: Tensor, time: Tensor, keys: Tensor | None, values: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (
-            (time + self.modulation).unsqueeze(2).unbind(1)
-        )  # [B, 1, d]
+        """`time` is c of Eq. 14, [B, 6, d], or what a block with a map of its own takes, [B, d]."""
+        six = self.time_block(time).unflatten(1, (6, -1)) if self.own_time else time + self.modulation  # [B, 6, d]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = six.unsqueeze(2).unbind(1)  # [B, 1, d]
         h = torch.addcmul(h, gate, self.attention(modulated_norm(h, shift, scale)))
         if self.cross is not None:
             assert keys is not None
@@ -154,17 +165,22 @@ def modulated_norm(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class TimeEmbedding(nn.Module):
     """t in [0, 1] -> tau(t): cosines and sines of the scaled time, then an MLP."""
 
-    def __init__(self, width: int, scale: float) -> None:
+    def __init__(self, width: int, scale: float, shift: int = 0) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self.shift = scale, shift
         self.mlp = nn.Sequential(nn.Linear(NUM_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor) -> Tensor:
-        half = NUM_FREQUENCIES // 2
-        powers = torch.arange(half, device=t.device, dtype=torch.float32) / half
-        angle = (self.scale * t.float())[:, None] * torch.exp(-math.log(10_000) * powers)  # [B, 128]
+        angle = (self.scale * t.float())[:, None] * frequencies(self.shift, t.device)  # [B, 128]
         waves = torch.cat([torch.cos(angle), torch.sin(angle)], 1)
         return self.mlp(waves.to(next(self.parameters()).dtype))  # [B, d]
+
+
+def frequencies(shift: int = 0, device: torch.device | None = None) -> Tensor:
+    """Of the waves that a network sees of its scaled time, falling from 1: [128]."""
+    half = NUM_FREQUENCIES // 2
+    powers = -math.log(10_000) * torch.arange(half, device=device, dtype=torch.float32)
+    return torch.exp(powers / (half - shift))
 
 
 class Trunk(Stored):
@@ -176,8 +192,10 @@ class Trunk(Stored):
         width, patch = config.hidden_size, config.patch_size
         self.patch_embed = nn.Linear(config.in_channels * patch**2, width)
         self.positions = nn.Parameter(torch.empty(config.num_tokens, width), requires_grad=False)
-        self.time_embed = TimeEmbedding(width, config.time_scale)
-        self.time_block = nn.Linear(width, 6 * width)  # MLP_global of Eq. 14, after a SiLU
+        self.time_embed = TimeEmbedding(width, config.time_scale, config.frequency_shift)
+        self.time_block = None  # MLP_global of Eq. 14, after a SiLU
+        if config.adaln == "single":
+            self.time_block = nn.Linear(width, 6 * width)
         self.text_embed: nn.Module | None = None
         if config.text_dim is not None:
             self.text_embed = nn.Linear(config.text_dim, width)
@@ -199,7 +217,10 @@ class Trunk(Stored):
                 if isinstance(module, nn.Linear):
                     nn.init.normal_(module.weight, std=0.02)
         for block in self.blocks:
-            nn.init.normal_(block.modulation, std=width**-0.5)
+            if block.own_time:
+                nn.init.zeros_(block.time_block.weight)
+            else:
+                nn.init.normal_(block.modulation, std=width**-0.5)
             if block.cross is not None:
                 nn.init.zeros_(block.cross.out.weight)
         with torch.no_grad():
@@ -237,7 +258,9 @@ class Trunk(Stored):
     def run_blocks(self, h: Tensor, t: Tensor, text: TextContext | None) -> tuple[Tensor, Tensor]:
         """h[B, tokens, d] through all blocks, and tau(t)[B or 1, d]."""
         tau = self.time_embed(t.reshape(-1))
-        time = self.time_block(F.silu(tau)).unflatten(1, (6, -1))  # c of Eq. 14: [B or 1, 6, d]
+        time = F.silu(tau)  # [B or 1, d]
+        if self.time_block is not None:
+            time = self.time_block(time).unflatten(1, (6, -1))  # c of Eq. 14: [B or 1, 6, d]
         for i, block in enumerate(self.blocks):
             keys, values = (None, None) if text is None else text.keys_values[i]
             mask = None if text is None else text.mask
@@ -296,13 +319,20 @@ class DiT(Trunk):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
         out_channels = config.out_channels or config.in_channels
-        self.out_modulation = nn.Parameter(torch.empty(2, config.hidden_size))
+        self.own_time = config.adaln == "block"
+        if self.own_time:
+            self.out_time_block = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        else:
+            self.out_modulation = nn.Parameter(torch.empty(2, config.hidden_size))
         self.out = nn.Linear(config.hidden_size, out_channels * config.patch_size**2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.normal_(self.out_modulation, std=self.config.hidden_size**-0.5)
+        if self.own_time:
+            nn.init.zeros_(self.out_time_block.weight)
+        else:
+            nn.init.normal_(self.out_modulation, std=self.config.hidden_size**-0.5)
         nn.init.zeros_(self.out.weight)
 
     def forward(
@@ -311,17 +341,21 @@ class DiT(Trunk):
         """x[B, C, S, S]; t[B], or 0-d for one time; text[B, L, text_dim] with mask[B, L], or read already."""
         context = self.take(x, t, text, mask)
         h, tau = self.run_blocks(self.embed(x), t, context)  # [B, N, d]
-        shift, scale = (tau[:, None] + self.out_modulation).unsqueeze(2).unbind(1)  # [B or 1, 1, d]
+        if self.own_time:
+            two = self.out_time_block(F.silu(tau)).unflatten(1, (2, -1))  # [B or 1, 2, d]
+        else:
+            two = tau[:, None] + self.out_modulation
+        shift, scale = two.unsqueeze(2).unbind(1)  # [B or 1, 1, d]
         patches = self.out(modulated_norm(h, shift, scale))  # [B, N, p p C]
         patch, side = self.config.patch_size, self.config.input_size // self.config.patch_size
         grid = patches.unflatten(2, (patch, patch, -1)).unflatten(1, (side, side))  # [B, S/p, S/p, p, p, C]
         return grid.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # [B, C, S, S]
 
 
-def sincos_positions(width: int, side: int) -> Tensor:
-    """Fixed sines and cosines of each token's column, then of its row: [side * side, width]."""
+def sincos_positions(width: int, side: int, step: float = 1.0) -> Tensor:
+    """Fixed sines and cosines of each token's column, then of its row, `step` apart: [side * side, width]."""
     powers = torch.arange(width // 4, dtype=torch.float64) / (width / 4)
-    angle = torch.arange(side, dtype=torch.float64)[:, None] / 10_000**powers
+    angle = step * torch.arange(side, dtype=torch.float64)[:, None] / 10_000**powers
     waves = torch.cat([torch.sin(angle), torch.cos(angle)], 1)  # [side, d/2]
     columns, rows = waves.repeat(side, 1), waves.repeat_interleave(side, 0)
     return torch.cat([columns, rows], 1).float()

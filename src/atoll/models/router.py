@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import InputError
+from atoll.errors import InputError, unknown
 from atoll.models.dit import TextContext, Trunk, TrunkConfig, plain_norm
+
+HEADS = ("linear", "mlp")
 
 
 @dataclass(frozen=True)
@@ -14,11 +16,14 @@ class RouterConfig(TrunkConfig):
     """A router's architecture; text_dim None makes it blind to the text, as in the paper."""
 
     num_experts: int = 8
+    head: str = "linear"  # on the normalised class token, or "mlp" on the token as it is, as in Paris
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_experts < 1:
             raise InputError(f"num_experts must be at least 1, but is {self.num_experts}")
+        if self.head not in HEADS:
+            raise unknown("head", self.head, HEADS)
 
 
 class Router(Trunk):
@@ -31,13 +36,19 @@ class Router(Trunk):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
         self.class_token = nn.Parameter(torch.empty(config.hidden_size))
-        self.head = nn.Linear(config.hidden_size, config.num_experts)
+        width = config.hidden_size
+        self.head: nn.Module = nn.Linear(width, config.num_experts)
+        if config.head == "mlp":
+            act = nn.GELU(approximate="tanh")
+            self.head = nn.Sequential(nn.Linear(width, width), act, nn.LayerNorm(width), act, self.head)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.normal_(self.class_token, std=0.02)
-        nn.init.zeros_(self.head.weight)
+        last = self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
 
     def forward(
         self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
@@ -47,4 +58,5 @@ class Router(Trunk):
         tokens = self.embed(x)  # [B, N, d]
         h = torch.cat([self.class_token.expand(len(x), 1, -1), tokens], 1)  # [B, 1 + N, d]
         h, _ = self.run_blocks(h, t, context)
-        return self.head(plain_norm(h[:, 0]))  # [B, K]
+        token = h[:, 0]  # [B, d]
+        return self.head(plain_norm(token) if self.config.head == "linear" else token)  # [B, K]

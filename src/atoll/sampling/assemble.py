@@ -224,12 +224,14 @@ def assemble(
     data: str | Path | None = None,
     *,
     allow_missing: bool = False,
+    without_router: bool = False,
 ) -> ModelIndex:
     """Check that the parts fit, and make a model folder of them.
 
     A folder with expert_* in it stands for these, and for the router in it; `data` has the codec and the text encoder.
+    Without a router several experts stay in the order given, for routing that asks none.
     """
-    _check_free(Path(out).resolve())  # before the work, not after it
+    check_free(Path(out).resolve())  # before the work, not after it
     given = [Path(folder) for folder in experts]
     folders = [expert for folder in given for expert in _experts_in(folder, allow_missing)]
     if not folders:
@@ -240,7 +242,7 @@ def assemble(
     space: Mapping[str, Any] = {"shape": next(iter(cards.values()))["latent_space"]["shape"], "codec": latents}
     for folder, card in cards.items():
         check_part(folder, card, space, texts, source)
-    place = _find_router(given, router, len(folders))
+    place = None if without_router else _find_router(given, router, len(folders))
     about_router = None if place is None else _about_router(place)
     if place is not None and about_router is not None:
         check_part(place, about_router, space, texts, source)
@@ -472,7 +474,7 @@ def _staged(out: Path) -> Iterator[Path]:
             try:
                 if old.exists() and not out.exists():
                     old.rename(out)  # killed between the two renames below
-                _check_free(out)
+                check_free(out)
                 _clear(staged)
                 yield staged
                 if out.exists():
@@ -492,7 +494,7 @@ def _staged(out: Path) -> Iterator[Path]:
         raise InputError(f"cannot write {out} ({reason_of(error)}): free the disk or choose another --out") from error
 
 
-def _check_free(out: Path) -> None:
+def check_free(out: Path) -> None:
     """`out` may be replaced if it is an older model, and only that: what else lies in it is not ours to remove."""
     if not out.exists():
         return

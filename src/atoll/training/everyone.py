@@ -38,7 +38,7 @@ def train_everyone(
     for k in chosen:
         mine = replace(settings, objective=kinds[k])
         jobs.append(
-            _job(f"expert {k} {kinds[k]}", ["train", str(data), "--cluster", str(k)], out / f"expert_{k}", mine)
+            job_of(f"expert {k} {kinds[k]}", ["train", str(data), "--cluster", str(k)], out / f"expert_{k}", mine)
         )
     if router:
         # What differs from the recipe was set by flags, and flags are for everyone.
@@ -46,7 +46,7 @@ def train_everyone(
         usual = None if recipe is None else read_recipe(recipe, ExpertSettings)
         flags = {name: value for name, value in shared.items() if usual is None or getattr(usual, name) != value}
         plan = replace(RouterSettings() if recipe is None else read_recipe(recipe, RouterSettings), **flags)
-        jobs.append(_job("router", ["train-router", str(data)], out / "router", plan))
+        jobs.append(job_of("router", ["train-router", str(data)], out / "router", plan))
     refuse_inside(out, data)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def train_everyone(
     return told
 
 
-def _job(name: str, verb: list[str], folder: Path, settings: Settings) -> Job:
+def job_of(name: str, verb: list[str], folder: Path, settings: Settings) -> Job:
     """The command of one process; a folder that holds another run is refused before any starts."""
     if (folder / "run.json").exists():
         before = read_json(folder / "run.json", "remove the folder, or choose another --out")

@@ -185,19 +185,26 @@ S = TypeVar("S", bound=Settings)
 
 def read_recipe(path: Path, cls: type[S]) -> S:
     """The settings in a recipe file: its [expert] or [router] table, and the keys above both, which are for both."""
+    return read_settings(read_toml(path), cls, str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the recipe {path} ({reason_of(error)}): give a TOML file") from error
-    table = "router" if cls is RouterSettings else "expert"
-    tables: dict[str, dict[str, Any]] = {}
-    for name in ("expert", "router"):
-        tables[name] = content.pop(name, {})
-        if not isinstance(tables[name], dict):
-            raise InputError(f"{name} in {path} must be a table: write [{name}]")
+
+
+def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
+    """From what a recipe holds; `where` names it in messages."""
+    tables: dict[str, dict[str, Any]] = {name: content.get(name, {}) for name in ("expert", "router")}
+    shared = {name: value for name, value in content.items() if name not in tables}
     for name, known in (("expert", ExpertSettings), ("router", RouterSettings)):
-        build(known, {**content, **tables[name]}, f"[{name}] of {path}")  # a wrong key is found, whoever reads
-    return build(cls, {**content, **tables[table]}, f"[{table}] of {path}")
+        if not isinstance(tables[name], dict):
+            raise InputError(f"{name} in {where} must be a table: write [{name}]")
+        build(known, {**shared, **tables[name]}, f"[{name}] of {where}")  # a wrong key is found, whoever reads
+    table = "router" if cls is RouterSettings else "expert"
+    return build(cls, {**shared, **tables[table]}, f"[{table}] of {where}")
 
 
 def as_flags(settings: Settings) -> list[str]:

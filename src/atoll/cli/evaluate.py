@@ -1,0 +1,85 @@
+"""`atoll evaluate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from atoll.sampling import defaults
+
+
+def evaluate(
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL... DATA")],
+    num: int = 1000,
+    seeds: int = 1,
+    seed: int = 0,
+    features: tuple[str, ...] = ("efficientnet",),
+    metrics: tuple[str, ...] = (),
+    clip: str | None = None,
+    split: str | None = None,
+    neighbours: int = 5,
+    reference: int = 10_000,
+    varied: int = 50,
+    each: int = 4,
+    routing: str = defaults.ROUTING,
+    guidance: float = defaults.GUIDANCE,
+    steps: int = defaults.STEPS,
+    solver: str = defaults.SOLVER,
+    conversion: str | None = None,
+    batch: int = 50,
+    device: str = "auto",
+    out: Path = Path("evaluation"),
+) -> None:
+    """Measure how good the pictures of one or several models are, against the data that they were trained on.
+
+    Interrupted, the same command goes on; with a larger --num it makes only what is missing.
+
+    For example:
+      atoll evaluate model data
+      atoll evaluate model monolith data --num 2000 --seeds 3
+      atoll evaluate model data --features simple --metrics frechet accuracy --routing topk:2 --out top2
+      atoll evaluate model data --features inception:pt_inception-2015-12-05-6726825d.pth \\
+        clip:openai/clip-vit-base-patch32 --clip openai/clip-vit-base-patch32
+
+    Args:
+        folders: One or several models that `atoll assemble` has made, compared in one table; then the data that
+            `atoll prepare` has made: its captions are the prompts, its pictures the reference.
+        num: Pictures of each model, for each seed.
+        seeds: So many times as many pictures, from other noise; figures are then means, with errors over seeds.
+        seed: The first of them.
+        features: Networks that pictures are compared by: efficientnet, simple, dino:HUB_ID_OR_FOLDER,
+            clip:HUB_ID_OR_FOLDER, inception:FILE.
+        metrics: Any of frechet, kernel, coverage, diversity, clip, accuracy, flops; all that can be had by default.
+        clip: The CLIP of the CLIP score, as a hub id or a folder.
+        split: Whose captions are prompts: held_out (the default where something is held out), train or all.
+        neighbours: For precision, recall, density and coverage.
+        reference: Pictures of the training data to compare with, at most.
+        varied: Prompts of which several pictures are made, for diversity.
+        each: How many.
+        routing: Which experts make a picture: top1, topk:2, full, threshold:0.1, sample, by_time, or oracle: that of
+            the cluster in which the picture is that the caption belongs to.
+        guidance: How strongly pictures follow the prompt; 1 is no guidance.
+        steps: Of the solver.
+        solver: multistep, euler, heun, midpoint or dpm2m.
+        conversion: calibrated, exact or paper; by default what suits each expert.
+        batch: Pictures at a time.
+        device: auto, cpu, cuda or cuda:N.
+        out: The folder for results.json, results.md, samples.png, metrics.png and all pictures.
+    """
+    from atoll.errors import InputError
+    from atoll.evaluation.comparison import render_table
+    from atoll.evaluation.evaluate import Sampling, name_contenders
+    from atoll.evaluation.evaluate import evaluate as measure
+    from atoll.evaluation.yardstick import Settings
+
+    if len(folders) < 2:
+        raise InputError("there is nothing to evaluate: give one or several models, and then the data")
+    *models, data = folders
+    settings = Settings(
+        num=num, seeds=seeds, first_seed=seed, features=features, metrics=metrics, split=split, clip=clip,
+        neighbours=neighbours, num_reference=reference, varied=varied, each=each, device=device,
+    )  # fmt: skip
+    sampling = Sampling(routing, guidance, steps, solver, conversion, batch)
+    results = measure(name_contenders(models, sampling), data, out, settings)
+    print(render_table(results).split("\n\n")[1])
+    print(f"{out / 'results.md'}: this table with what it takes to repeat it; samples.png and metrics.png beside it")

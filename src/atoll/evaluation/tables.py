@@ -1,0 +1,82 @@
+"""What `atoll reproduce` has found, in Markdown: a table a comparison, with the papers' figures beside ours."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.evaluation.comparison import BETTER, LOWER, better, keys_of, name_of, spoken
+from atoll.files import write_whole
+
+SHOWN = ("frechet", "coverage", "lpips_per_prompt", "clip_score", "prompt_accuracy", "flops_an_image")
+HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
+
+
+def write_results(results: Mapping[str, Any], path: Path) -> None:
+    content = render_results(results)
+    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8"))
+
+
+def render_results(results: Mapping[str, Any]) -> str:
+    data, plan = results["data"], results["recipe"]["plan"]
+    lines = [f"# The papers' comparisons on {data['name']}", ""]
+    lines += [
+        f"{data['pictures']:,} pictures; {plan['num_experts']} experts unless a row says otherwise; {plan['num']:,} "
+        f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training.",
+        "",
+        *_budget(results),
+        "",
+    ]
+    for name, study in results["studies"].items():
+        lines += [f"## {study['title']}", "", f"*{study['claim']}*", "", *_table(study), ""]
+        if study["cluster"] is not None:
+            lines += [f"Experts, prompts and reference are of cluster {study['cluster']} alone.", ""]
+        lines += [f"![{name}]({name}.png)", ""]
+    lines += [
+        "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers.",
+        "",
+        *(f"- {name_of(key)}: {better(key)}." for key in _shown_keys(list(results["studies"].values()))),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _budget(results: Mapping[str, Any]) -> list[str]:
+    expert = results["recipe"]["expert"]
+    flops = {name: f"{spoken('flops_an_image', value)}FLOPs" for name, value in results["training_flops"].items()}
+    return [
+        f"Budget: the monolith takes {expert['steps']:,} steps of {expert['batch']} pictures, each expert as many "
+        f"steps with its share of the batch; both {flops['monolith']} of training, counted, and the router "
+        f"{flops['router']} more.",
+    ]
+
+
+def _shown_keys(studies: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = dict.fromkeys(key for study in studies for key in keys_of({"models": study["rows"]}))
+    order = list(BETTER)
+    chosen = [key for key in found if key.partition("/")[0] in SHOWN]
+    return sorted(chosen, key=lambda key: order.index(key.partition("/")[0]))
+
+
+def _table(study: Mapping[str, Any]) -> list[str]:
+    rows = study["rows"]
+    keys = _shown_keys([study])
+    papers = [paper for paper in HEADS if any(row.get(paper) for row in rows)]
+    heads = [*(name_of(key) for key in keys), *(HEADS[paper] for paper in papers)]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    models = [row for row in rows if "hash" in row]
+    for row in rows:
+        cells = [_cell(key, row, models) for key in keys] + [row.get(paper) or "" for paper in papers]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(key: str, row: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
+    """The best of the models is bold."""
+    figure = row["figures"].get(key)
+    if figure is None:
+        return ""
+    text = spoken(key, figure["value"])
+    if figure["error"] is not None and key != "flops_an_image":
+        text += f" ± {spoken(key, figure['error'])}"
+    values = [model["figures"][key]["value"] for model in models if key in model["figures"]]
+    best = min(values) if better(key) == LOWER else max(values)
+    return f"**{text}**" if row in models and len(models) > 1 and figure["value"] == best else text

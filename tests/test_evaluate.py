@@ -1,0 +1,439 @@
+"""`atoll evaluate`: the figures against others' on the same pictures, going on after an end, refusals, the table."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from atoll.cli.main import main
+from atoll.data.codecs import load_codec
+from atoll.data.features import make_features
+from atoll.data.prepare import Settings as PrepareSettings
+from atoll.data.prepare import prepare
+from atoll.data.shards import HELD_OUT, TRAIN, Dataset
+from atoll.data.sheets import decode_rows
+from atoll.data.sources import Source
+from atoll.errors import InputError
+from atoll.evaluation import evaluate as module
+from atoll.evaluation.comparison import draw_metrics, draw_samples, name_of, render_table, spoken, with_error
+from atoll.evaluation.diversity import Distance
+from atoll.evaluation.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
+from atoll.evaluation.judge import are_right, images_of
+from atoll.evaluation.store import Store
+from atoll.evaluation.yardstick import Settings
+from atoll.sampling.assemble import ModelIndex, assemble
+from atoll.sampling.pipeline import AtollPipeline
+from test_assemble import parts
+
+SETTINGS = Settings(
+    num=24, features=("simple",), metrics=("frechet", "kernel", "coverage", "accuracy", "flops"), neighbours=3
+)
+QUICK = Sampling(steps=2, batch=10)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return parts(tmp_path_factory.getbasetemp())[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    data, run = parts(tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.mktemp("evaluated") / "model"
+    assemble([run], None, folder, data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def monolith(tmp_path_factory) -> Path:
+    data, run = parts(tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.mktemp("evaluated") / "monolith"
+    assemble([run / "monolith"], None, folder, data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(model, data, tmp_path_factory):
+    """An evaluation, and what it gave."""
+    out = tmp_path_factory.mktemp("evaluation")
+    before = snapshot(data)
+    results = evaluate([Contender("ours", model, QUICK)], data, out, SETTINGS, progress=False)
+    assert snapshot(data) == before, "nothing is written to the data"
+    return out, results
+
+
+def snapshot(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+def pictures_in(out: Path) -> dict[str, np.ndarray]:
+    return {str(p.relative_to(out)): load_file(p)["rows"] for p in sorted((out / "pictures").rglob("*.safetensors"))}
+
+
+def figure(results, key, name="ours"):
+    return next(one for one in results["models"] if one["name"] == name)["figures"][key]
+
+
+class TestFigures:
+    def test_against_scipy_and_prdc(self, done, model, data, capsys):
+        """The same pictures made by hand, and measured by others."""
+        linalg, prdc = pytest.importorskip("scipy.linalg"), pytest.importorskip("prdc")
+        _, results = done
+        dataset, codec, features = Dataset.open(data), load_codec(data), make_features("simple")
+        split = dataset.column("split")[:]
+        held_out, train = np.flatnonzero(split == HELD_OUT), np.flatnonzero(split == TRAIN)
+        captions = dataset.texts("caption", np.random.default_rng(0).permutation(held_out))
+        captions = [captions[i % len(captions)] for i in range(24)]
+        made = AtollPipeline(model)(
+            captions, seed=list(range(24)), num_inference_steps=2, output_type="np", batch_size=10, progress=False
+        ).images
+        pictures = np.round(made * 255).astype(np.uint8)
+        order = np.random.default_rng(1).permutation(train)
+        real, mine = (
+            features.extract(images_of(shown)).double().numpy()
+            for shown in (decode_rows(dataset, order, codec), pictures)
+        )
+        one, other = np.cov(real, rowvar=False), np.cov(mine, rowvar=False)
+        root = linalg.sqrtm(one @ other).real
+        expected = ((real.mean(0) - mine.mean(0)) ** 2).sum() + np.trace(one + other - 2 * root)
+        assert figure(results, "frechet/simple")["value"] == pytest.approx(expected, rel=1e-4)
+        for name, value in prdc.compute_prdc(real[:24], mine, 3).items():
+            assert figure(results, f"{name}/simple")["value"] == pytest.approx(float(value), abs=1e-9)
+        assert figure(results, "prompt_accuracy")["value"] == np.mean(are_right(pictures, captions))
+        assert figure(results, "flops_an_image")["value"] > 1e6
+
+    def test_each_says_what_it_was_measured_by(self, done, model):
+        _, results = done
+        fingerprint = make_features("simple").describe()["fingerprint"]
+        for key, found in results["models"][1]["figures"].items():
+            if "/" in key:
+                assert found["features"] == {"name": "simple", "fingerprint": fingerprint}
+        assert results["networks"]["simple"]["fingerprint"] == fingerprint
+        assert results["models"][1]["hash"] == ModelIndex.read(model).hash
+        assert name_of("frechet/efficientnet") == ("Frechet distance (EfficientNet-Lite0 features; not Inception FID)")
+        assert "not Inception" not in name_of("frechet/inception")
+        assert "not Inception KID" in name_of("kernel/clip:small")
+
+    def test_real_pictures_are_nearer(self, done):
+        _, results = done
+        assert results["models"][0]["name"] == "real pictures"
+        assert figure(results, "frechet/simple", "real pictures")["value"] < figure(results, "frechet/simple")["value"]
+        assert figure(results, "prompt_accuracy", "real pictures")["value"] > 0.8
+
+    def test_errors_over_seeds(self, model, data, tmp_path):
+        several = evaluate(
+            [Contender("ours", model, QUICK)], data, tmp_path, replace(SETTINGS, seeds=2), progress=False
+        )
+        found = figure(several, "frechet/simple")
+        assert found["error_from"] == "seeds"
+        assert figure(several, "frechet/simple", "real pictures")["error_from"] == "leaving out tenths"
+        assert len(found["values"]) == 2
+        assert found["value"] == pytest.approx(np.mean(found["values"]))
+        assert found["error"] == pytest.approx(np.std(found["values"], ddof=1))
+        alone = [
+            Evaluation(data, tmp_path, replace(SETTINGS, first_seed=seed), progress=False)
+            .judge(Contender("ours", model, QUICK))["figures"]["frechet/simple"]
+            for seed in (0, 1)
+        ]  # fmt: skip
+        assert [one["value"] for one in alone] == found["values"]
+        assert {one["error_from"] for one in alone} == {"leaving out tenths"}
+
+    def test_diversity(self, model, data, tmp_path):
+        try:
+            distance = Distance.pretrained()
+        except InputError as error:
+            pytest.skip(str(error))
+        settings = replace(SETTINGS, metrics=("diversity",), num=6, varied=2, each=3)
+        judged = Evaluation(data, tmp_path, settings, progress=False).judge(Contender("ours", model, QUICK))
+        per_prompt, overall = (judged["figures"][f"{key}/stlpips-alex"] for key in ("lpips_per_prompt", "lpips"))
+        assert per_prompt["error_from"] == "prompts"
+        one, other = pictures_in(tmp_path).values()
+        assert len(one) == len(other) == 6
+        means = [[distance.mean_over_pairs([images_of(rows[i : i + 3])]) for i in (0, 3)] for rows in (one, other)]
+        assert per_prompt["value"] in [pytest.approx(np.mean(found)) for found in means]
+        assert overall["value"] in [pytest.approx(distance.mean_over_pairs([images_of(rows)])) for rows in (one, other)]
+
+    def test_one_cluster(self, model, data, tmp_path):
+        evaluation = Evaluation(
+            data, tmp_path, replace(SETTINGS, metrics=("frechet",), num=4), cluster=1, progress=False
+        )
+        assert set(evaluation.prompts) <= set(Dataset.open(data, 1).texts("caption"))
+        assert evaluation.describe()["data"]["cluster"] == 1
+        assert evaluation.describe()["reference"]["num"] < len(Dataset.open(data)) / 2
+        assert evaluation.judge(Contender("ours", model, QUICK))["figures"]["frechet/simple"]["value"] > 0
+
+    def test_prompts_of_ones_own(self, model, data, tmp_path):
+        prompts = ["a robot", "a pink ghost"]
+        settings = replace(SETTINGS, metrics=("frechet",), num=4)
+        evaluation = Evaluation(data, tmp_path, settings, prompts, progress=False)
+        judged = evaluation.judge(Contender("ours", model, QUICK))
+        assert judged["figures"]["frechet/simple"]["value"] > 0
+        assert evaluation.describe()["prompts"]["split"] == "given"
+        with pytest.raises(InputError, match="no prompts"):
+            Evaluation(data, tmp_path, settings, [], progress=False)
+
+
+class TestGoingOn:
+    def test_after_an_end(self, model, data, done, tmp_path, monkeypatch):
+        """Interrupted while it draws, it makes only what is missing, and ends with the same pictures and figures."""
+        painted: list[slice] = []
+        paint = Asked.paint
+
+        def tire(self, some, output_type="pt"):
+            if output_type == "pt":
+                if len(painted) == 1:
+                    raise KeyboardInterrupt
+                painted.append(some)
+            return paint(self, some, output_type)
+
+        monkeypatch.setattr(Asked, "paint", tire)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate([Contender("ours", model, QUICK)], data, tmp_path, SETTINGS, progress=False)
+        assert not (tmp_path / "results.json").exists()
+        painted.clear()
+        monkeypatch.setattr(Asked, "paint", lambda s, some, kind="pt": painted.append(some) or paint(s, some, kind))
+        evaluate([Contender("ours", model, QUICK)], data, tmp_path, SETTINGS, progress=False)
+        drawn = [some.start for some in painted if some.stop - some.start > 1 and some.stop != 8]
+        assert drawn == [10, 20]
+        old, new = pictures_in(done[0]), pictures_in(tmp_path)
+        assert old.keys() == new.keys()
+        assert all(np.array_equal(old[name], new[name]) for name in old)
+        assert (tmp_path / "results.json").read_bytes() == (done[0] / "results.json").read_bytes()
+
+    def test_more_pictures(self, model, data, done, tmp_path):
+        """With a larger --num the whole batches stay; a picture depends on its own seed, not on how many there are."""
+        out = Path(shutil.copytree(done[0], tmp_path / "out"))
+        before = snapshot(out / "pictures")
+        Evaluation(data, out, replace(SETTINGS, num=30), progress=False).judge(Contender("ours", model, QUICK))
+        changed = [Path(p).name for p, time in snapshot(out / "pictures").items() if before.get(p) != time]
+        assert [name for name in changed if name.endswith(".safetensors")] == ["00002.safetensors"]
+        (old,), (new,) = ([v for k, v in pictures_in(o).items() if k.endswith("2.safetensors")] for o in (done[0], out))
+        assert len(old) == 4
+        assert len(new) == 10
+        assert np.abs(old.astype(int) - new[:4]).max() <= 1
+
+    def test_others_are_made_anew(self, model, data, monolith, done, tmp_path):
+        """Another model, sampling, seed or prompts: other pictures."""
+        out = Path(shutil.copytree(done[0], tmp_path / "out"))
+        folders = lambda: len(list((out / "pictures").iterdir()))  # noqa: E731
+        settings = replace(SETTINGS, num=4, metrics=("frechet",))
+        for number, (contender, changed) in enumerate(
+            [
+                (Contender("ours", model, QUICK), settings),
+                (Contender("monolith", monolith, QUICK), settings),
+                (Contender("ours", model, replace(QUICK, guidance=1.5)), settings),
+                (Contender("ours", model, QUICK), replace(settings, first_seed=5)),
+                (Contender("ours", model, QUICK), replace(settings, split="train")),
+            ]
+        ):
+            Evaluation(data, out, changed, progress=False).judge(contender)
+            assert folders() == 1 + number
+
+    def test_a_damaged_file(self, model, data, done, tmp_path):
+        out = Path(shutil.copytree(done[0], tmp_path / "out"))
+        path = next((out / "pictures").rglob("00001.safetensors"))
+        path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(InputError, match="00001.safetensors is damaged: remove it"):
+            Evaluation(data, out, SETTINGS, progress=False).judge(Contender("ours", model, QUICK))
+
+    def test_two_at_once(self, tmp_path):
+        """Processes that make the same rows at the same time do not spoil each other's files."""
+        program = """
+import sys, numpy as np
+from pathlib import Path
+from atoll.evaluation.store import Store
+for number in range(30):
+    parts = Store.at(Path(sys.argv[1]), {"number": number}, 2).rows(4, lambda some: np.full((2, 50_000), some.start))
+    assert [int(part.sum()) for part in parts] == [0, 200_000]
+"""
+        runs = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
+        assert [run.wait() for run in runs] == [0, 0, 0]
+        assert not list(tmp_path.rglob(".*"))
+
+    def test_store(self, tmp_path):
+        made: list[int] = []
+
+        def make(some: slice) -> np.ndarray:
+            made.append(some.start)
+            return np.arange(some.start, some.stop)
+
+        store = Store.at(tmp_path, {"a": 1}, 4)
+        assert np.concatenate(list(store.rows(10, make))).tolist() == list(range(10))
+        assert np.concatenate(list(store.rows(6, make))).tolist() == list(range(6))
+        assert made == [0, 4, 8]
+        assert np.concatenate(list(store.rows(13, make))).tolist() == list(range(13))
+        assert made == [0, 4, 8, 8, 12]
+        assert Store.at(tmp_path, {"a": 2}, 4).folder != store.folder
+
+
+def test_oracle(model, monolith, data, tmp_path, monkeypatch):
+    """Each caption goes to the expert of the cluster that its picture is in."""
+    seen: list[list[int]] = []
+    generate = module.generate
+
+    def watch(*arguments, labels, **options):
+        seen.append(labels.tolist())
+        return generate(*arguments, labels=labels, **options)
+
+    monkeypatch.setattr(module, "generate", watch)
+    settings = replace(SETTINGS, num=8, metrics=("frechet",))
+    evaluation = Evaluation(data, tmp_path, settings, progress=False)
+    oracle = replace(QUICK, routing="oracle", batch=8)
+    found = evaluation.judge(Contender("oracle", model, oracle))
+    dataset = Dataset.open(data)
+    by_caption: dict[str, set[int]] = {}
+    for caption, cluster in zip(dataset.texts("caption"), dataset.clusters(), strict=True):
+        by_caption.setdefault(caption, set()).add(int(cluster))
+    assert all(label in by_caption[caption] for label, caption in zip(seen[0], evaluation.prompts, strict=False))
+    assert len(set(seen[0])) > 1
+    assert found["figures"]["frechet/simple"]["value"] > 0
+    with pytest.raises(InputError, match="monolith has 1 experts, but the data has a cluster 2"):
+        evaluation.judge(Contender("monolith", monolith, oracle))
+    with pytest.raises(InputError, match="take prompts from the data"):
+        Evaluation(data, tmp_path, settings, ["a robot"], progress=False).judge(Contender("oracle", model, oracle))
+
+
+class TestRefused:
+    def test_settings(self):
+        with pytest.raises(InputError, match="unknown metric 'frechett': did you mean 'frechet'"):
+            Settings(metrics=("frechett",))
+        with pytest.raises(InputError, match="num must be at least 2"):
+            Settings(num=1)
+        with pytest.raises(InputError, match="unknown split"):
+            Settings(split="test")
+        with pytest.raises(InputError, match="no features"):
+            Settings(features=())
+        with pytest.raises(InputError, match="steps must be a whole number from 1 to 10000"):
+            Sampling(steps=0)
+
+    def test_what_cannot_be_measured(self, data, tmp_path, monkeypatch):
+        with pytest.raises(InputError, match="clip cannot be measured: no CLIP was named"):
+            Evaluation(data, tmp_path, replace(SETTINGS, metrics=("clip",)), progress=False)
+        with pytest.raises(InputError, match="accuracy cannot be measured: the captions are not those of avatars"):
+            Evaluation(data, tmp_path, replace(SETTINGS, metrics=("accuracy",)), ["a dog"], progress=False)
+        monkeypatch.setattr("atoll.evaluation.diversity.PACKAGE", "no-such-package")
+        left_out = Evaluation(data, tmp_path, replace(SETTINGS, metrics=()), progress=False).left_out
+        assert "pip install 'atoll[eval]'" in left_out["diversity"]
+        assert "--clip" in left_out["clip"]
+        assert "--num 528" in left_out["frechet_infinity/simple"]
+
+    def test_places(self, model, data, tmp_path):
+        with pytest.raises(InputError, match="lies within"):
+            evaluate([Contender("ours", model)], data, data / "out", SETTINGS)
+        with pytest.raises(InputError, match="no model"):
+            evaluate([], data, tmp_path, SETTINGS)
+        with pytest.raises(InputError, match="two models have the same name"):
+            evaluate([Contender("ours", model)] * 2, data, tmp_path, SETTINGS)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(InputError, match="choose another --out"):
+            evaluate([Contender("ours", model)], data, tmp_path / "file" / "out", SETTINGS)
+
+    def test_an_empty_split(self, tmp_path):
+        """Nothing held out: the captions are those of training, and there is no column of real pictures."""
+        data = tmp_path / "data"
+        prepare(Source("avatars", num=12, size=32), data, PrepareSettings(size=32, holdout=0), 0, progress=False)
+        evaluation = Evaluation(data, tmp_path / "out", replace(SETTINGS, num=4), progress=False)
+        assert evaluation.split == "train"
+        assert evaluation.real() == []
+        assert "outside of the reference there are 0, too few to measure" in evaluation.notes[-1]
+        with pytest.raises(InputError, match="holds nothing out: use --split train"):
+            Evaluation(data, tmp_path / "out", replace(SETTINGS, split="held_out"), progress=False)
+
+    def test_too_few_for_neighbours(self, data, tmp_path):
+        few = replace(SETTINGS, num=3, metrics=("coverage",))
+        with pytest.raises(
+            InputError, match="coverage cannot be measured: 3 neighbours need 4 pictures, and there are 3"
+        ):
+            Evaluation(data, tmp_path, few, progress=False)
+        assert "coverage" in Evaluation(data, tmp_path, replace(few, metrics=()), progress=False).left_out
+        held_out = len(np.flatnonzero(Dataset.open(data).column("split")[:] == HELD_OUT))
+        many = replace(few, num=60, neighbours=held_out)
+        evaluation = Evaluation(data, tmp_path, many, progress=False)
+        assert evaluation.real() == []
+        assert f"there are {held_out}, too few to measure" in evaluation.notes[-1]
+
+    def test_features_that_are_not_finite(self, model, data, tmp_path, monkeypatch):
+        evaluation = Evaluation(data, tmp_path, replace(SETTINGS, num=4), progress=False)
+        network = evaluation.yardstick.networks["simple"]
+        extract = network.extract
+        monkeypatch.setattr(network, "extract", lambda images: extract(images) / 0)
+        with pytest.raises(InputError, match="simple gives features that are not finite"):
+            evaluation.judge(Contender("ours", model, QUICK))
+
+    def test_a_bad_model_is_found_before_the_work(self, model, data, tmp_path):
+        bad = Contender("bad", model, replace(QUICK, routing="top9"))
+        with pytest.raises(InputError, match="unknown routing 'top9'"):
+            evaluate([Contender("ours", model, QUICK), bad], data, tmp_path, SETTINGS, progress=False)
+        assert not (tmp_path / "features").exists()
+
+    def test_the_command(self, model, data, tmp_path, capsys):
+        for arguments, told in (
+            (["evaluate", str(model)], "give one or several models, and then the data"),
+            (["evaluate", str(model), str(model / "router")], "there is no"),
+            (["evaluate", str(data), str(data), "--features", "simple"], "model_index.json"),
+        ):
+            with pytest.raises(SystemExit) as stop:
+                main([*arguments, "--out", str(tmp_path / "out")])
+            assert stop.value.code == 2
+            assert told in capsys.readouterr().err
+
+
+class TestTable:
+    def test_the_command(self, model, monolith, data, tmp_path, capsys):
+        main(
+            ["evaluate", str(model), str(monolith), str(data), "--num", "6", "--steps", "1", "--features", "simple",
+             "--metrics", "frechet", "accuracy", "--out", str(tmp_path / "out"), "--device", "cpu"]
+        )  # fmt: skip
+        shown = capsys.readouterr().out
+        assert "| real pictures | model | monolith |" in shown
+        assert "Frechet distance (colour and edge features; not Inception FID) | lower is better |" in shown
+        table = (tmp_path / "out" / "results.md").read_text()
+        results = json.loads((tmp_path / "out" / "results.json").read_text())
+        assert table == render_table(results)
+        assert results["networks"]["simple"]["fingerprint"] in table
+        assert "6 pictures span fewer than the 132 dimensions of simple" in table
+        assert str(tmp_path) not in table + json.dumps(results)
+        for name in ("samples.png", "metrics.png"):
+            assert (tmp_path / "out" / name).stat().st_size > 1000
+
+    def results(self, *values):
+        models = [{"name": "real pictures", "num": 5, "seeds": 1, "figures": {}}]
+        for i, (value, error) in enumerate(values):
+            found = {"value": value, "error": error, "error_from": "seeds"}
+            models.append({"name": f"m|{i}", "hash": "0", "num": 9, "seeds": 2, "sampling": {"steps": 3},
+                           "figures": {"frechet/simple": found}})  # fmt: skip
+        data = {"name": "d", "fingerprint": "f", "license": "l"}
+        return {"data": data, "models": models, "prompts": {"split": "train", "num": 1, "hash": "h"}, "notes": [],
+                "left_out": {}, "reference": {"num": 3}, "networks": {}}  # fmt: skip
+
+    def test_bold_is_what_wins_by_more_than_the_errors(self):
+        assert "**1.00 ± 0.10** | 2.00 ± 0.10" in render_table(self.results((1.0, 0.1), (2.0, 0.1)))
+        assert "**" not in render_table(self.results((1.0, 0.9), (2.0, 0.9)))
+        assert "**" not in render_table(self.results((1.0, None), (2.0, None)))
+        assert "m\\|0" in render_table(self.results((1.0, 0.1)))
+        assert "2 x 9" in render_table(self.results((1.0, 0.1)))
+
+    def test_numbers_as_they_are_told(self):
+        told = [spoken("frechet/x", value) for value in (0, 0.00012, 0.1234, 1.2345, 12.345, 123.45, 1234.5, -0.5)]
+        assert told == ["0.000", "1.20e-04", "0.123", "1.234", "12.3", "123", "1234", "-0.500"]
+        pairs = [(27.61, 0.6404), (0.00237, 0.00153), (1234.5, 56.7), (1.0, 0.0), (-0.5, None)]
+        told = [with_error("kernel/x", {"value": value, "error": error}) for value, error in pairs]
+        assert told == ["27.61 ± 0.64", "0.0024 ± 0.0015", "1234 ± 57", "1.000 ± 0.000", "-0.500"]
+        assert [spoken("flops_an_image", value) for value in (12, 1.234e9, 5e15)] == ["12", "1.23 G", "5e+03 T"]
+
+    def test_pictures_of_any_number(self):
+        results = self.results((1.0, 0.1), (-2.0, None))
+        assert draw_metrics(results).width > 400
+        rows = {name: np.zeros((num, 32, 32, 3), np.uint8) for name, num in (("a", 1), ("b" * 60, 3))}
+        assert draw_samples(rows, ["a caption\nof two lines", "", "c" * 400]).height > 64
+
+    def test_names(self, tmp_path):
+        paths = [tmp_path / "a" / "model", tmp_path / "b" / "model"]
+        assert [one.name for one in name_contenders(paths, QUICK)] == [str(path) for path in paths]
+        assert [one.name for one in name_contenders(paths[:1], QUICK)] == ["model"]
