@@ -1,0 +1,195 @@
+"""What all conversions share: what they are asked for, what they give, and sizes that are read off the weights."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.diffusion.objective import Objective, get_objective
+from atoll.errors import InputError
+from atoll.models.convert.mapping import Ledger
+from atoll.models.convert.reading import Source
+from atoll.models.dit import DiT
+from atoll.models.router import Router
+
+KNOWN_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published sizes S, B, L and XL
+TEXT_DIM = 768  # of CLIP ViT-L/14, which the paper uses
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How to convert, where there is a choice."""
+
+    label: int | None = None  # the class of a class-conditional source; None: no class
+    as_is: bool = False  # DiT and SiT: per-block modulation and no text, exactly the source
+    text_dim: int | None = None  # None: as the source reads, 768 if it reads none
+    input_size: int | None = None  # of the latents; None: the source's
+    num_heads: int | None = None  # None: as the source says, or by its width
+    kind: str | None = None  # dit or sit, whose keys are the same
+    fit: str = "curve"
+    objective: str | None = None  # None: the source's own
+    license: str | None = None  # None: the published one's
+    seed: int = 0  # of what has no counterpart in the source
+
+
+@dataclass(frozen=True, eq=False)
+class Converted:
+    """A network made of a checkpoint, and everything that is known of where it came from."""
+
+    network: DiT | Router
+    source: Source
+    format: str
+    license: str
+    ledger: Ledger
+    objective: Objective | None = None  # None: a router
+    notes: Sequence[str] = ()
+    residual: Mapping[str, Any] | None = None  # of the modulation, where it was fitted
+    label: int | None = None
+
+    @property
+    def init(self) -> dict[str, Any]:
+        """What travels with every expert that starts from it."""
+        found = {"source": self.source.path.name, "sha256": self.source.sha256, "format": self.format}
+        return found if self.label is None else {**found, "label": self.label}
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """conversion.json."""
+        objective = self.objective
+        about = {"prediction": str(objective.prediction), "schedule": objective.schedule} if objective else None
+        return {
+            **self.init,
+            "license": self.license,
+            "weights_under": self.source.wrapper,
+            "objective": about,
+            "parameters": self.num_parameters,
+            "notes": list(self.notes),
+            "modulation": self.residual,
+            **self.ledger.table(),
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.network.parameters())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a transformer over patches, read off its weights."""
+
+    in_channels: int
+    out_channels: int
+    patch_size: int
+    hidden_size: int
+    depth: int
+    mlp_ratio: float
+    num_heads: int
+    input_size: int
+    source_size: int  # what the source was trained on
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        wanted: Wanted,
+        *,
+        patch: str,
+        block: str,
+        mlp: str,
+        out: str | None = None,
+        positions: str | None = None,
+        size_key: str = "sample_size",
+        heads_key: str = "num_attention_heads",
+    ) -> "Sizes":
+        weights = source.weights
+        depth = 0
+        while block.replace("{i}", str(depth)) in weights:
+            depth += 1
+        for key in (patch, mlp.replace("{i}", "0"), *([] if out is None else [out])):
+            if key not in weights:
+                raise InputError(f"{source.path} lacks {key}: it is of another architecture, or not all is there")
+        shape = weights[patch].shape
+        if len(shape) != 4 or shape[2] != shape[3] or depth == 0:
+            raise InputError(f"{patch} in {source.path} has shape {list(shape)}, not that of square patches")
+        width, channels, side, _ = shape
+        rows = len(weights[out]) if out else channels * side**2
+        if rows % side**2 or rows // side**2 < channels:
+            raise InputError(f"{out} in {source.path} has {rows} rows, which are no {channels} channels of its patches")
+        heads = wanted.num_heads or source.config.get(heads_key) or KNOWN_HEADS.get(width)
+        if type(heads) is not int or heads < 1 or width % heads:
+            raise InputError(f"{source.path} is {width} wide and does not say how many heads it has: give --heads")
+        size = source.config.get(size_key)
+        if positions is not None and positions in weights:
+            num = weights[positions].shape[-2]
+            size = side * math.isqrt(num)
+            if (size // side) ** 2 != num:
+                raise InputError(f"{positions} in {source.path} has {num} places, which are no square")
+        if type(size) is not int:
+            size = wanted.input_size
+        if size is None:
+            raise InputError(f"{source.path} does not say the size of its latents: give --size, 32 for 256 pixels")
+        ratio = len(weights[mlp.replace("{i}", "0")]) / width
+        return cls(
+            channels, rows // side**2, side, width, depth, ratio, heads, wanted.input_size or size, size
+        )  # fmt: skip
+
+    @property
+    def side(self) -> int:
+        return self.input_size // self.patch_size
+
+    def trunk(self) -> dict[str, Any]:
+        """The arguments of a config."""
+        names = ("input_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "mlp_ratio")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def keep_channels(self) -> Callable[[Tensor], Tensor]:
+        """The rows of the last layer that make the prediction; those of the learned sigma come after."""
+
+        def first_channels(rows: Tensor) -> Tensor:
+            grid = rows.view(self.patch_size**2, self.out_channels, *rows.shape[1:])
+            return grid[:, : self.in_channels].reshape(-1, *rows.shape[1:])
+
+        return first_channels
+
+
+def objective_of(wanted: Wanted, own: Objective) -> Objective:
+    return own if wanted.objective is None else get_objective(wanted.objective)
+
+
+def build_network(network: DiT | Router, ledger: Ledger) -> None:
+    """Give a network that has no memory yet its weights."""
+    network.load_state_dict(ledger.close(network.state_dict()), assign=True)
+    network.eval()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Weights that have no counterpart in a source, drawn as a new expert's are."""
+
+    seed: int
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
+
+    def normal(self, *shape: int, std: float = 0.02) -> Tensor:
+        return std * torch.randn(*shape, generator=self.generator)
+
+    def xavier(self, rows: int, columns: int) -> Tensor:
+        bound = math.sqrt(6 / (rows + columns))
+        return bound * (2 * torch.rand(rows, columns, generator=self.generator) - 1)
+
+    def silent_text(self, ledger: Ledger, text_dim: int, width: int, depth: int) -> None:
+        """A text projection N(0, 0.02) and cross-attention whose output is zero: the text is not heard at first."""
+        ledger.start("text_embed.weight", self.normal(width, text_dim), "N(0, 0.02), as in Eq. 19")
+        ledger.start("text_embed.bias", torch.zeros(width), "zero")
+        for i in range(depth):
+            for name, rows in (("q", width), ("kv", 2 * width)):
+                ledger.start(f"blocks.{i}.cross.{name}.weight", self.xavier(rows, width), "uniform (Xavier)")
+                ledger.start(f"blocks.{i}.cross.{name}.bias", torch.zeros(rows), "zero")
+            ledger.start(f"blocks.{i}.cross.out.weight", torch.zeros(width, width), "zero: the text is silent at first")
+            ledger.start(f"blocks.{i}.cross.out.bias", torch.zeros(width), "zero: the text is silent at first")

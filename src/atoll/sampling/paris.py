@@ -1,0 +1,52 @@
+"""The published Paris model as one of Atoll's: its experts and router converted, its codec and texts as they are."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tqdm import tqdm
+
+from atoll.data.codecs import load_codec
+from atoll.data.text import load_text_encoder
+from atoll.errors import InputError
+from atoll.files import reason_of
+from atoll.models.convert import convert, save
+from atoll.models.convert.common import Wanted
+from atoll.sampling.assemble import ROUTER, assemble, check_free
+
+
+def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted()) -> Sequence[str]:  # noqa: B008
+    """Convert each part in its turn, one in memory at a time, and make a model of them; what to tell."""
+    folder, out = Path(folder), Path(out).resolve()
+    experts = sorted(
+        (path for path in folder.glob("expert_*") if path.name[7:].isdecimal()), key=lambda path: int(path.name[7:])
+    )
+    for name in (ROUTER, "vae", "text_encoder", "tokenizer"):
+        if not experts or not (folder / name).is_dir():
+            lacks = name if experts else "expert_0"
+            raise InputError(f"{folder} has no {lacks}: give a folder with all of Paris, or a part of it --to expert")
+    check_free(out)
+    codec, texts = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
+            parts = Path(place) / folder.resolve().name
+            codec.save(parts)
+            texts.save(parts)
+            space = {"text_encoder": texts.describe()}
+            for path in tqdm([*experts, folder / ROUTER], unit=" parts", disable=None, leave=False):
+                made = convert(path, wanted)
+                config = made.network.config
+                shape = [config.in_channels, config.input_size, config.input_size]
+                latents = {"shape": shape, "codec": codec.describe()}
+                cluster = None if path.name == ROUTER else int(path.name[7:])
+                save(made, parts / path.name, {**space, "latent_space": latents}, {"cluster": cluster})
+            index = assemble([parts], None, out, parts)
+    except OSError as error:
+        raise InputError(f"cannot write {out} ({reason_of(error)}): free the disk or choose another --out") from error
+    kinds = ", ".join(f"{k} {kind}" for k, kind in enumerate(index.objectives))
+    return [
+        f"{out}: Paris, {index.num_experts} experts ({kinds}), licence {index.license}",
+        "what of it could not be verified is listed in docs/convert.md",
+        f'next: atoll sample {out} "a prompt" --top-k 2 --guidance 7.5 --steps 50',
+    ]

@@ -1,0 +1,635 @@
+"""Published checkpoints as experts: parity with their own forward passes, books without a gap, and bad files."""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, DiTTransformer2DModel, PixArtTransformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from atoll.cli.main import main
+from atoll.diffusion.objective import Objective
+from atoll.diffusion.prediction import Prediction
+from atoll.errors import InputError
+from atoll.models.convert import REPORT, Wanted, convert, describe, save
+from atoll.models.convert.diffusers_export import export
+from atoll.models.convert.modulation import Layer, TimeMLP, fit_single
+from atoll.models.dit import DiT, DiTConfig
+from published import CLASSES, DEPTH, HEADS, SIZE, WIDTH, class_dit, pixart, run_class_dit, run_pixart
+
+TEXT = 24
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, 4, SIZE, SIZE, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def text() -> Tensor:
+    return torch.randn(3, 7, TEXT, generator=torch.Generator().manual_seed(6))
+
+
+TIMES = torch.tensor([0.0, 321 / 999, 1.0])
+
+
+def write(tmp_path, weights, name="DiT-XL-2-256x256.pt"):
+    path = tmp_path / name
+    torch.save(weights, path)
+    return path
+
+
+def make_dit(seed: int = 0, tied: bool = False, **changes: object) -> DiTTransformer2DModel:
+    """diffusers' class with no weight left at zero; tied, all blocks have one time MLP, as converted originals have."""
+    torch.manual_seed(seed)
+    sizes = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH // HEADS, "num_layers": DEPTH}
+    model = DiTTransformer2DModel(
+        **{**sizes, "in_channels": 4, "out_channels": 8, "sample_size": SIZE, "num_embeds_ada_norm": CLASSES,
+           "norm_eps": 1e-6, **changes}
+    )  # fmt: skip
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    first = model.transformer_blocks[0].norm1.emb
+    for block in model.transformer_blocks[1:] if tied else ():
+        block.norm1.emb.load_state_dict(first.state_dict())
+    return model.eval()
+
+
+def off(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).detach().norm() / theirs.norm())
+
+
+class TestAsItIs:
+    """An expert without text that answers exactly as the source for one class."""
+
+    @pytest.mark.parametrize("label", [None, 3])
+    def test_original(self, tmp_path, x, label):
+        w = class_dit()
+        made = convert(write(tmp_path, w), Wanted(as_is=True, label=label, num_heads=HEADS))
+        theirs = run_class_dit(w, x, 999 * TIMES, CLASSES if label is None else label)
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
+        assert made.objective == Objective(Prediction.EPS, "ddpm")
+        assert made.residual is None
+        assert made.network.config.text_dim is None
+
+    def test_diffusers(self, tmp_path, x):
+        model = make_dit(tied=True)
+        model.save_pretrained(tmp_path)
+        made = convert(tmp_path, Wanted(as_is=True, label=2))
+        with torch.no_grad():
+            theirs = model(x, 999 * TIMES, torch.full((3,), 2), return_dict=False)[0]
+        torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
+
+    def test_diffusers_with_a_time_mlp_a_block(self, tmp_path, x):
+        """What diffusers trains from scratch is fitted, and the stated residual is what it is off by."""
+        model = make_dit()
+        model.save_pretrained(tmp_path)
+        made = convert(tmp_path, Wanted(as_is=True, label=2))
+        assert made.residual is not None
+        block, t = model.transformer_blocks[2], torch.linspace(0, 1, 500)
+        with torch.no_grad():
+            label = torch.full((500,), 2)
+            theirs = block.norm1.linear(block.norm1.silu(block.norm1.emb(999 * t, label, hidden_dtype=torch.float32)))
+            tau = nn.functional.silu(made.network.time_embed(t))
+            ours = made.network.blocks[2].time_block(tau)
+        assert off(ours, theirs) == pytest.approx(made.residual["by_block"][2], rel=0.02)
+
+    def test_sit(self, tmp_path, x):
+        """SiT's time runs the other way and its velocity has the other sign: x_s = s x0 + (1 - s) eps."""
+        w = class_dit(1)
+        made = convert(write(tmp_path, w, "SiT-XL-2-256.pt"), Wanted(as_is=True, label=4, num_heads=HEADS))
+        theirs = run_class_dit(w, x, 1 - TIMES, 4)[:, :4]
+        torch.testing.assert_close(made.network(x, TIMES), -theirs, rtol=0, atol=1e-5)
+        assert made.objective == Objective(Prediction.VELOCITY, "linear")
+        assert made.license == "mit"
+        assert made.network.config.time_scale == 1.0
+
+    def test_sit_says_how_it_was_trained(self, tmp_path, x):
+        w = class_dit(1)
+        args = argparse.Namespace(path_type="GVP", prediction="noise", model="SiT-XL/2")
+        path = write(tmp_path, {"model": class_dit(2), "ema": w, "opt": {"state": {}}, "args": args}, "0100000.pt")
+        made = convert(path, Wanted(as_is=True, num_heads=HEADS))
+        assert made.objective == Objective(Prediction.EPS, "cosine")
+        torch.testing.assert_close(
+            made.network(x, TIMES), run_class_dit(w, x, 1 - TIMES, CLASSES)[:, :4], rtol=0, atol=1e-5
+        )
+        bad = argparse.Namespace(path_type="VP", prediction="score")
+        with pytest.raises(InputError, match="predicts score on the path VP"):
+            convert(write(tmp_path, {"ema": w, "args": bad}), Wanted(num_heads=HEADS))
+
+    def test_which_of_the_two(self, tmp_path):
+        path = write(tmp_path, class_dit(), "checkpoint.pt")
+        with pytest.raises(InputError, match="may be a DiT or a SiT.*--kind"):
+            convert(path, Wanted(num_heads=HEADS))
+        assert convert(path, Wanted(num_heads=HEADS, kind="sit")).format == "SiT"
+
+
+class TestFit:
+    """AdaLN-Single in the place of per-block modulation."""
+
+    WIDE = 128  # a narrow time MLP cannot draw any curve
+
+    def in_family(self, seed: int = 0) -> dict[str, Tensor]:
+        """A DiT whose blocks are modulated by one curve a channel, each times factors and plus constants of its own."""
+        w = class_dit(seed, width=self.WIDE)
+        g = torch.Generator().manual_seed(seed)
+        shared = w["blocks.0.adaLN_modulation.1.weight"]
+        for i in range(DEPTH):
+            sign = torch.where(torch.rand(4, self.WIDE, generator=g) < 0.5, -1.0, 1.0)
+            factor = sign * (0.7 + 0.6 * torch.rand(4, self.WIDE, generator=g))
+            w[f"blocks.{i}.adaLN_modulation.1.weight"] = shared * factor[[0, 0, 1, 2, 2, 3]].flatten()[:, None]
+        last = w["final_layer.adaLN_modulation.1.weight"]
+        last[: self.WIDE] = last[self.WIDE :]  # the shift and the scale of the output vary alike
+        return w
+
+    def test_what_it_can_express_is_kept(self, tmp_path, x, text):
+        w = self.in_family()
+        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT))
+        assert max(made.residual["by_block"]) < 0.06
+        t = torch.linspace(0.02, 1, 9)
+        many = x[:1].expand(9, -1, -1, -1)
+        theirs = run_class_dit(w, many, 999 * t, CLASSES)[:, :4]
+        assert made.residual["output"] < 0.05
+        ours = off(made.network(many, t, text[:1]), theirs)
+        plain = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit="mean"))
+        assert ours < 0.15 < 0.3 * off(plain.network(many, t, text[:1]), theirs)
+
+    def test_better_than_at_one_point(self, tmp_path, x, text, report):
+        """On blocks that have nothing in common, which is the worst case."""
+        errors = {}
+        for fit in ("curve", "mean", "point"):
+            total = 0.0
+            for seed in range(3):
+                w = class_dit(seed)
+                made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit=fit))
+                t = torch.linspace(0.02, 1, 9)
+                many = x[:1].expand(9, -1, -1, -1)
+                total += off(
+                    made.network(many, t, text[:1]), run_class_dit(w, many, 999 * t, CLASSES)[:, :4]
+                ) / 3  # fmt: skip
+            errors[fit] = total
+        report(f"converted random DiT, output off by: {', '.join(f'{k} {v:.3f}' for k, v in errors.items())}")
+        assert errors["curve"] < 0.6 * min(errors["mean"], errors["point"])
+
+    def test_equal_at_one_point(self, tmp_path, x, text):
+        w = class_dit()
+        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
+        at = torch.linspace(0, 1, 500)[250]  # of the times it is fitted at, the nearest to 500 / 999
+        theirs = run_class_dit(w, x, (999 * at).expand(3), CLASSES)[:, :4]
+        torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
+
+    @pytest.mark.parametrize("fit", ["curve", "mean", "point"])
+    def test_the_stated_residual(self, tmp_path, fit):
+        """Measured from outside: the new network's modulation times the factors its layers took, against the source."""
+        w = class_dit(3)
+        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit=fit))
+        network, t = made.network, torch.linspace(0, 1, 500)
+        f = torch.exp(-math.log(10_000) * torch.arange(128) / 128)
+        angle = 999 * t[:, None] * f
+        seen = torch.cat([angle.cos(), angle.sin()], 1)
+        hidden = nn.functional.silu(seen @ w["t_embedder.mlp.0.weight"].T + w["t_embedder.mlp.0.bias"])
+        c = hidden @ w["t_embedder.mlp.2.weight"].T + w["t_embedder.mlp.2.bias"]
+        c = nn.functional.silu(c + w["y_embedder.embedding_table.weight"][CLASSES])
+        with torch.no_grad():
+            shared = network.time_block(nn.functional.silu(network.time_embed(t))).unflatten(1, (6, -1))
+        for i, block in enumerate(network.blocks):
+            name = f"blocks.{i}.adaLN_modulation.1"
+            theirs = (c @ w[f"{name}.weight"].T + w[f"{name}.bias"]).unflatten(1, (6, -1))
+            columns = [block.attention.qkv.weight[0] / w[f"blocks.{i}.attn.qkv.weight"][0],
+                       block.mlp[0].weight[0] / w[f"blocks.{i}.mlp.fc1.weight"][0]]  # fmt: skip
+            rows = [block.attention.out.bias / w[f"blocks.{i}.attn.proj.bias"],
+                    block.mlp[2].bias / w[f"blocks.{i}.mlp.fc2.bias"]]  # fmt: skip
+            factor = torch.stack([columns[0], columns[0], rows[0], columns[1], columns[1], rows[1]])
+            ours = shared + block.modulation
+            ours[:, (1, 4)] += 1
+            ours = factor * ours
+            ours[:, (1, 4)] -= 1
+            assert off(ours, theirs) == pytest.approx(made.residual["by_block"][i], rel=0.01)
+
+    def test_still_time(self):
+        """A source whose output layer does not look at the time, as one that has just begun, keeps the time."""
+        w, wide = class_dit(width=self.WIDE), self.WIDE
+        mlp = TimeMLP(Layer(w["t_embedder.mlp.0.weight"], w["t_embedder.mlp.0.bias"]),
+                      Layer(w["t_embedder.mlp.2.weight"], w["t_embedder.mlp.2.bias"]), 999.0)  # fmt: skip
+        last = Layer(torch.zeros(2 * wide, wide), torch.zeros(2 * wide))
+        one = Layer(w["blocks.0.adaLN_modulation.1.weight"], w["blocks.0.adaLN_modulation.1.bias"])
+        for out in (torch.zeros(16, wide), torch.randn(16, wide)):
+            found = fit_single([mlp] * 3, lambda _: one, last, out)
+            assert max(found.residual) < 0.06
+
+    def test_text_is_silent_at_first(self, tmp_path, x, text):
+        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS, text_dim=TEXT))
+        network = made.network
+        torch.testing.assert_close(network(x, TIMES, text), network(x, TIMES, 9 * text), rtol=0, atol=0)
+        assert network.text_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+    def test_other_latents(self, tmp_path, text):
+        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS, text_dim=TEXT, input_size=16))
+        assert made.network(torch.randn(1, 4, 16, 16), torch.tensor(0.5), text[:1]).shape == (1, 4, 16, 16)
+        assert "pos_embed" in made.ledger.dropped
+
+
+class TestPixArt:
+    def test_original(self, tmp_path, x, text):
+        w = pixart(text_dim=TEXT)
+        for content in (w, {"state_dict": w, "epoch": 3}, {"state_dict": {}, "state_dict_ema": w}):
+            made = convert(write(tmp_path, content, "PixArt.pth"), Wanted(num_heads=HEADS))
+            theirs = run_pixart(w, x, 999 * TIMES, text)
+            torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
+            assert made.ledger.dropped == {"y_embedder.y_embedding": "the null text is the encoded empty string"}
+            assert made.objective == Objective(Prediction.EPS, "ddpm")
+
+    def make(self, **changes: object) -> PixArtTransformer2DModel:
+        torch.manual_seed(0)
+        sizes = {"num_attention_heads": HEADS, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 48}
+        model = PixArtTransformer2DModel(
+            **{**sizes, "sample_size": 8, "caption_channels": TEXT, "use_additional_conditions": False, **changes}
+        )
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.15)
+        return model.eval()
+
+    @pytest.mark.parametrize("changes", [{}, {"interpolation_scale": 2}, {"use_additional_conditions": True}])
+    def test_diffusers(self, tmp_path, x, text, changes):
+        model = self.make(**changes)
+        model.save_pretrained(tmp_path)
+        made = convert(tmp_path)
+        sizes = {"resolution": torch.full((3, 2), 64.0), "aspect_ratio": torch.ones(3, 1)}
+        with torch.no_grad():
+            theirs = model(
+                x, text, timestep=999 * TIMES, return_dict=False,
+                added_cond_kwargs=sizes if changes.get("use_additional_conditions") else None,
+            )[0]  # fmt: skip
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
+
+    def test_there_and_back(self, tmp_path, x, text):
+        """Diffusers' folder, an expert, and diffusers' folder again: the same weights."""
+        model = self.make(out_channels=4)
+        model.save_pretrained(tmp_path / "a")
+        save(convert(tmp_path / "a"), tmp_path / "expert")
+        export(tmp_path / "expert", tmp_path / "b")
+        again = PixArtTransformer2DModel.from_pretrained(tmp_path / "b")
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(again.state_dict()[name], weight, rtol=0, atol=0)
+
+    def test_texts_of_another_width(self, tmp_path):
+        self.make().save_pretrained(tmp_path)
+        made = convert(tmp_path, Wanted(text_dim=16))
+        assert made.network.config.text_dim == 16
+        assert "caption_projection.linear_1.weight" in made.ledger.dropped
+        assert made.ledger.started["text_embed.0.weight"] == "N(0, 0.02)"
+
+
+class TestExport:
+    def expert(self, **changes: object) -> DiT:
+        torch.manual_seed(0)
+        sizes = {"input_size": SIZE, "hidden_size": WIDTH, "depth": 2, "num_heads": HEADS, "text_dim": TEXT}
+        dit = DiT(DiTConfig(**{**sizes, **changes}))
+        for parameter in dit.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.15)
+        return dit.eval()
+
+    @pytest.mark.parametrize("projection", ["linear", "mlp"])
+    def test_the_same_outputs_in_diffusers(self, tmp_path, x, text, projection):
+        dit = self.expert(text_projection=projection)
+        dit.card = {"objective": {"prediction": "velocity", "schedule": "linear"}, "license": "mit"}
+        dit.save_pretrained(tmp_path / "expert")
+        told = export(tmp_path / "expert", tmp_path / "out")
+        assert "velocity on the schedule linear" in told[0]
+        model = PixArtTransformer2DModel.from_pretrained(tmp_path / "out")
+        mask = torch.arange(7) < torch.tensor([[2], [7], [4]])
+        with torch.no_grad():
+            for real in (None, mask):
+                theirs = model(x, text, timestep=999 * TIMES, encoder_attention_mask=real, return_dict=False)[0]
+                ours = dit(x, TIMES, text, real)
+                assert theirs.std() > 0.1
+                torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+        about = json.loads((tmp_path / "out" / "atoll.json").read_text())
+        assert about["objective"]["prediction"] == "velocity"
+        assert "999 t" in about["time"]
+        assert about["license"] == "mit"
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"adaln": "block"}, "per-block modulation"),
+            ({"text_dim": None}, "no text"),
+            ({"cross_attention_norm": True}, "a norm before cross-attention"),
+            ({"frequency_shift": 1}, "waves of the time"),
+        ],
+    )
+    def test_refused(self, tmp_path, changes, message):
+        self.expert(**changes).save_pretrained(tmp_path / "expert")
+        with pytest.raises(InputError, match=message):
+            export(tmp_path / "expert", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_learned_positions(self, tmp_path):
+        dit = self.expert()
+        dit.positions.data += 0.1
+        dit.save_pretrained(tmp_path / "expert")
+        with pytest.raises(InputError, match="has learned its positions"):
+            export(tmp_path / "expert", tmp_path / "out")
+
+
+class TestBooks:
+    """Every key of the source is used or dropped with a reason, every one of the network filled or started."""
+
+    @pytest.mark.parametrize("as_is", [False, True])
+    def test_nothing_is_silent(self, tmp_path, as_is):
+        w = class_dit()
+        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, as_is=as_is))
+        save(made, tmp_path / "out")
+        found = json.loads((tmp_path / "out" / REPORT).read_text())
+        sources = {key for entry in found["consumed"].values() for key in entry["from"]} | set(found["dropped"])
+        assert sources == set(w)
+        weights = load_file(tmp_path / "out" / "model.safetensors")
+        assert set(found["consumed"]) | set(found["initialised"]) == set(weights)
+        assert not set(found["consumed"]) & set(found["initialised"])
+        assert found["license"] == "CC-BY-NC-4.0"
+        assert len(found["sha256"]) == 64
+        assert found["source"] == "DiT-XL-2-256x256.pt"
+        if not as_is:
+            assert len(found["modulation"]["by_block"]) == DEPTH
+        DiT.from_pretrained(tmp_path / "out")
+
+    def test_a_key_too_many(self, tmp_path):
+        w = {**class_dit(), "blocks.0.attn.q_norm.weight": torch.ones(8)}
+        with pytest.raises(InputError, match="blocks.0.attn.q_norm.weight, which this architecture does not know"):
+            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+
+    @pytest.mark.parametrize("key", ["blocks.1.mlp.fc2.bias", "final_layer.linear.weight", "t_embedder.mlp.2.weight"])
+    def test_a_key_too_few(self, tmp_path, key):
+        w = class_dit()
+        del w[key]
+        with pytest.raises(InputError, match=f"lacks {key}"):
+            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+
+    def test_a_block_too_few(self, tmp_path):
+        """The second of three is gone: what is left of the third is not passed over."""
+        w = {name: weight for name, weight in class_dit().items() if not name.startswith("blocks.1.")}
+        with pytest.raises(InputError, match="blocks.2.* which this architecture does not know"):
+            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+
+    def test_a_wrong_shape(self, tmp_path):
+        w = class_dit()
+        w["blocks.1.attn.proj.weight"] = torch.zeros(WIDTH, WIDTH + 1)
+        with pytest.raises(InputError, match="blocks.1.attn.proj.weight of .* gives shape"):
+            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+
+    def test_half_precision(self, tmp_path, x):
+        w = {name: weight.bfloat16() for name, weight in class_dit().items()}
+        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, as_is=True))
+        theirs = run_class_dit({name: weight.float() for name, weight in w.items()}, x, 999 * TIMES, CLASSES)
+        torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
+
+    def test_safetensors_and_prefixes(self, tmp_path, x):
+        w = class_dit()
+        save_file({f"module.{name}": weight for name, weight in w.items()}, tmp_path / "dit.safetensors")
+        with pytest.raises(InputError, match="none of the known checkpoints"):
+            convert(tmp_path / "dit.safetensors")
+        save_file(w, tmp_path / "dit.safetensors")
+        first = convert(tmp_path / "dit.safetensors", Wanted(num_heads=HEADS))
+        wrapped = {"model": {f"module.{name}": weight for name, weight in w.items()}}
+        second = convert(write(tmp_path, wrapped), Wanted(num_heads=HEADS))
+        for a, b in zip(first.network.parameters(), second.network.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    def test_shards_of_a_pipeline(self, tmp_path):
+        """A whole pipeline's folder, its transformer in several files."""
+        model = make_dit(tied=True)
+        model.save_pretrained(tmp_path / "transformer", max_shard_size="40KB")
+        assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1
+        model.save_pretrained(tmp_path / "whole")
+        one, other = (convert(folder, Wanted(as_is=True)).network for folder in (tmp_path, tmp_path / "whole"))
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+        next((tmp_path / "transformer").glob("*-00002-of-*.safetensors")).unlink()
+        with pytest.raises(InputError, match="is missing, though the index"):
+            convert(tmp_path)
+
+    def test_what_is_told(self, tmp_path):
+        lines = "\n".join(describe(convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS)), "out"))
+        for part in ("facebookresearch DiT", "32 wide, 3 blocks", "M parameters", "modulation: off by", "initialised",
+                     "CC-BY-NC-4.0: for non-commercial use only", "class 10, that of no class"):  # fmt: skip
+            assert part in lines
+
+
+def test_configs_of_before(tmp_path):
+    """A config.json from before there were per-block modulation and spacings of waves still loads, as it was."""
+    dit = DiT(DiTConfig(input_size=SIZE, hidden_size=WIDTH, depth=1, num_heads=HEADS, text_dim=TEXT))
+    dit.save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    del about["architecture"]["adaln"], about["architecture"]["frequency_shift"]
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert DiT.from_pretrained(tmp_path).config == dit.config
+    for changes, message in (({"adaln": "zero"}, "adaln"), ({"frequency_shift": 2}, "frequency_shift must be 0 or 1")):
+        with pytest.raises(InputError, match=message):
+            DiTConfig(**changes)
+
+
+class Attack:
+    """A pickle that makes a file when it is opened."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class TestBadInput:
+    def refused(self, capsys, path, message, *flags):
+        with pytest.raises(SystemExit) as stop:
+            main(["convert", str(path), "--out", str(path.parent / "out"), *flags])
+        assert stop.value.code == 2
+        told = capsys.readouterr().err
+        assert message in told, told
+        assert told.count("\n") == 1
+        assert "Traceback" not in told
+        assert not (path.parent / "out").exists()
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_a_pickle_with_code_in_it(self, tmp_path, capsys, old):
+        trap = tmp_path / "trap"
+        content = {**class_dit(), "z": Attack(str(trap))}
+        torch.save(content, tmp_path / "dit.pt", _use_new_zipfile_serialization=not old)
+        self.refused(capsys, tmp_path / "dit.pt", "is refused: it is a pickle with code in it")
+        assert not trap.exists()
+
+    @pytest.mark.parametrize("keep", [0.9, 0.5, 0.001])
+    def test_truncated(self, tmp_path, capsys, keep):
+        path = write(tmp_path, class_dit())
+        content = path.read_bytes()
+        path.write_bytes(content[: int(keep * len(content))])
+        self.refused(capsys, path, "truncated or damaged")
+
+    def test_truncated_safetensors(self, tmp_path, capsys):
+        path = tmp_path / "dit.safetensors"
+        save_file(class_dit(), path)
+        path.write_bytes(path.read_bytes()[:-100])
+        self.refused(capsys, path, "truncated or not a safetensors file")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"<!doctype html><html>", "is a web page"),
+            (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "Git LFS pointer"),
+            (b"", "is empty"),
+            (b"hello hello hello", "neither a torch checkpoint nor a safetensors file"),
+        ],
+    )
+    def test_no_checkpoint(self, tmp_path, capsys, content, message):
+        (tmp_path / "dit.pt").write_bytes(content)
+        self.refused(capsys, tmp_path / "dit.pt", message)
+
+    def test_another_architecture(self, tmp_path, capsys):
+        path = write(tmp_path, {"conv.weight": torch.zeros(3, 3)})
+        self.refused(capsys, path, "none of the known checkpoints (its keys begin with conv.weight)")
+
+    def test_not_tensors(self, tmp_path, capsys):
+        self.refused(capsys, write(tmp_path, {"a": 1}), "is not a tensor")
+        self.refused(capsys, write(tmp_path, [1, 2]), "no tensors by name")
+        self.refused(capsys, write(tmp_path, {"a": torch.zeros(2, dtype=torch.long)}), "not weights")
+
+    def test_not_there(self, tmp_path, capsys):
+        self.refused(capsys, tmp_path / "dit.pt", "there is no")
+        (tmp_path / "empty").mkdir()
+        self.refused(capsys, tmp_path / "empty", "there is no")
+        (tmp_path / "empty" / "config.json").write_text("{}")
+        self.refused(capsys, tmp_path / "empty", "holds no weights")
+
+    def test_unknown_heads_and_classes(self, tmp_path, capsys):
+        path = write(tmp_path, class_dit())
+        self.refused(capsys, path, "does not say how many heads it has: give --heads")
+        self.refused(capsys, path, "--label must be a class from 0 to 10", "--heads", "4", "--label", "11")
+        self.refused(capsys, path, "--cluster is of a data set", "--heads", "4", "--cluster", "1")
+
+    def test_not_finite(self, tmp_path, capsys):
+        w = class_dit()
+        w["blocks.0.mlp.fc1.weight"][0, 0] = math.nan
+        self.refused(capsys, write(tmp_path, w), "not finite", "--heads", "4")
+
+    def test_onto_itself(self, tmp_path, capsys):
+        make_dit().save_pretrained(tmp_path / "dit")
+        before = (tmp_path / "dit" / "config.json").read_text()
+        for out in (tmp_path / "dit", tmp_path):
+            with pytest.raises(SystemExit):
+                main(["convert", str(tmp_path / "dit"), "--out", str(out)])
+            assert "holds the checkpoint itself" in capsys.readouterr().err
+        assert (tmp_path / "dit" / "config.json").read_text() == before
+
+    def test_export_of_no_expert(self, tmp_path, capsys):
+        self.refused(capsys, tmp_path / "x", "there is no", "--to", "diffusers")
+
+
+# --- slow ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_full_size(tmp_path, report, monkeypatch):
+    """DiT-XL/2 as published, with random values: 675M parameters, in its own process."""
+    import published
+
+    monkeypatch.setattr(published, "SIZE", 32)
+    w = class_dit(width=1152, depth=28, classes=1000)
+    num = sum(weight.numel() for weight in w.values()) / 1e6
+    assert num == pytest.approx(675.1, abs=0.1)
+    path = write(tmp_path, w)
+    del w
+    program = (
+        "import resource, sys, time; from atoll.cli.main import main; start = time.time(); main(sys.argv[1:]); "
+        "use = resource.getrusage(resource.RUSAGE_SELF); "
+        "print('took', time.time() - start, use.ru_utime + use.ru_stime, use.ru_maxrss / 1e6)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, "convert", path, "--out", tmp_path / "out"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    seconds, work, peak = map(float, run.stdout.split("took")[1].split())
+    report(f"DiT-XL/2, {num:.1f}M parameters, converted in {seconds:.0f} s ({work:.0f} s of work), peak {peak:.1f} GB")
+    assert peak < 12
+    assert "605.97M parameters" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_trained(tmp_path, report, tied):
+    """A DiT that has learned to draw digits: what each fit makes of its loss."""
+    from sklearn.datasets import load_digits
+
+    model = make_dit(
+        in_channels=1, out_channels=2, attention_head_dim=24, num_layers=8, num_embeds_ada_norm=10
+    )  # fmt: skip
+    train_digits(model, tied, steps=600)
+    copy = DiTTransformer2DModel.from_config(model.config)
+    copy.load_state_dict(model.state_dict())  # weights that are shared cannot be saved
+    copy.save_pretrained(tmp_path)
+    copy.eval()
+    x = torch.tensor(load_digits().images).float()[::18, None] / 8 - 1
+    schedule, nothing, losses = DDPMScheduler(), torch.zeros(1, 1, 16), {}
+    networks = {fit: convert(tmp_path, Wanted(text_dim=16, fit=fit)).network for fit in ("curve", "mean", "point")}
+    networks["as is"] = convert(tmp_path, Wanted(as_is=True)).network
+    for name in ("source", *networks):
+        g, total = torch.Generator().manual_seed(1), 0.0
+        for step in (5, 50, 200, 400, 500, 600, 800, 950):
+            eps, t = torch.randn(x.shape, generator=g), torch.full((len(x),), step)
+            noisy = schedule.add_noise(x, eps, t)
+            with torch.no_grad():
+                if name == "source":
+                    found = copy(noisy, t, torch.full((len(x),), 10), return_dict=False)[0][:, :1]
+                else:
+                    text = None if name == "as is" else nothing
+                    found = networks[name](noisy, torch.tensor(step / 999), text)
+            total += float(((found - eps) ** 2).mean()) / 8
+        losses[name] = total
+    kind = "one time MLP" if tied else "a time MLP a block"
+    report(f"trained DiT, {kind}: loss {', '.join(f'{name} {loss:.3f}' for name, loss in losses.items())}")
+    assert losses["as is"] == pytest.approx(losses["source"], rel=1e-4 if tied else 0.05)
+    assert losses["curve"] - losses["source"] < 0.5 * (min(losses["mean"], losses["point"]) - losses["source"])
+
+
+def train_digits(model: DiTTransformer2DModel, tied: bool, steps: int) -> None:
+    """DDPM on scikit-learn's digits, from weights as DiT begins with."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x, y = torch.tensor(found.images).float()[:, None] / 8 - 1, torch.tensor(found.target)
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight.flatten(1))
+            nn.init.zeros_(module.bias)
+    for block in model.transformer_blocks:
+        if tied:
+            block.norm1.emb = model.transformer_blocks[0].norm1.emb
+        nn.init.zeros_(block.norm1.linear.weight)
+        embed = block.norm1.emb
+        for weight in (embed.class_embedder.embedding_table.weight, embed.timestep_embedder.linear_1.weight,
+                       embed.timestep_embedder.linear_2.weight):  # fmt: skip
+            nn.init.normal_(weight, std=0.02)
+    for last in (model.proj_out_1, model.proj_out_2):
+        nn.init.zeros_(last.weight)
+    schedule, model = DDPMScheduler(), model.train()
+    optimiser = torch.optim.AdamW(list(dict.fromkeys(model.parameters())), lr=1e-3, betas=(0.9, 0.99), weight_decay=0)
+    for step in range(steps):
+        optimiser.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 100, 2 * (steps - step) / steps)
+        rows, t = torch.randint(0, len(x), (48,)), torch.randint(0, 1000, (48,))
+        eps = torch.randn(48, 1, 8, 8)
+        output = model(schedule.add_noise(x[rows], eps, t), t, y[rows], return_dict=False)[0]
+        loss = ((output[:, :1] - eps) ** 2).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
