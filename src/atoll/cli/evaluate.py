@@ -60,7 +60,8 @@ def evaluate(
             the cluster in which the picture is that the caption belongs to.
         guidance: How strongly pictures follow the prompt; 1 is no guidance.
         steps: Of the solver.
-        solver: multistep, euler, heun, midpoint or dpm2m.
+        solver: multistep, euler, heun, midpoint or dpm2m; for a model of one expert also ancestral or ddim, which are
+            on its own schedule.
         conversion: calibrated, exact or paper; by default what suits each expert.
         batch: Pictures at a time.
         device: auto, cpu, cuda or cuda:N.

@@ -19,6 +19,7 @@ from atoll.cli.fetch import fetch
 from atoll.cli.inspect import inspect
 from atoll.cli.partition import partition
 from atoll.cli.prepare import prepare
+from atoll.cli.reproduce import reproduce
 from atoll.cli.sample import sample
 from atoll.cli.train import train
 from atoll.cli.train_all import train_all
@@ -39,6 +40,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "sample": sample,
     "convert": convert,
     "evaluate": evaluate,
+    "reproduce": reproduce,
     "demo": demo,
 }
 SETTINGS: dict[str, type[Settings]] = {

@@ -10,6 +10,7 @@ Whatever is there is not made again, so the same command goes on after any end. 
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from atoll.evaluation.judge import bytes_of
 from atoll.evaluation.store import Store, hash_of
 from atoll.evaluation.yardstick import METRICS, MOST_PICTURES, Figure, Figures, Pictures, Settings, Yardstick
 from atoll.files import alone, reason_of, write_json
+from atoll.models.expert import Expert
 from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
+from atoll.sampling.native import SAMPLERS, generate_native
 from atoll.sampling.pipeline import MOST_STEPS, AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.training.rows import Rows, refuse_inside
@@ -52,7 +55,7 @@ class Sampling:
     routing: str = defaults.ROUTING  # also oracle: the expert of the cluster that the caption's picture is in
     guidance: float = defaults.GUIDANCE
     steps: int = defaults.STEPS
-    solver: str = defaults.SOLVER
+    solver: str = defaults.SOLVER  # also ancestral and ddim, for one expert on its own schedule
     conversion: str | None = None
     batch: int = 50
 
@@ -86,21 +89,35 @@ class Asked:
         """Pictures [n, 3, S, S] in [0, 1], or their latents."""
         seeds = [self.first_seed + i for i in range(some.start, some.stop)]
         captions, how = self.captions[some], self.sampling
-        if how.routing != "oracle":
+        if how.routing != "oracle" and how.solver not in SAMPLERS:
             images = self.pipe(
                 captions, seed=seeds, output_type=output_type, routing=how.routing, guidance_scale=how.guidance,
                 num_inference_steps=how.steps, solver=how.solver, batch_size=how.batch, progress=False,
             ).images  # fmt: skip
             assert isinstance(images, Tensor)
             return images
-        assert self.clusters is not None
-        latents = generate(
-            self.pipe.ensemble, Prompts.encode(self.pipe.text_encoder, captions, ""), seeds, solver=how.solver,
-            times=uniform_times(how.steps), routing=get_routing("oracle"), guidance=Guidance(how.guidance),
-            labels=torch.from_numpy(self.clusters[some]),
-        )  # fmt: skip
+        prompts, times = Prompts.encode(self.pipe.text_encoder, captions, ""), uniform_times(how.steps)
+        guidance = Guidance(how.guidance)
+        if how.solver in SAMPLERS:
+            latents = generate_native(self._native, prompts, seeds, how.solver, times, guidance)
+        else:
+            assert self.clusters is not None
+            latents = generate(
+                self.pipe.ensemble, prompts, seeds, solver=how.solver, times=times, guidance=guidance,
+                routing=get_routing("oracle"), labels=torch.from_numpy(self.clusters[some]),
+            )  # fmt: skip
         rendered: Tensor = self.pipe.render(latents, output_type)
         return rendered
+
+    @cached_property
+    def _native(self) -> Expert:
+        """The one expert of a model that is sampled on its own schedule."""
+        (found, *others) = self.pipe.index.experts
+        if others or found is None:
+            raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
+        expert = Expert.load(self.pipe.folder / found["folder"])
+        expert.network.to(self.pipe.device)
+        return expert
 
 
 def evaluate(

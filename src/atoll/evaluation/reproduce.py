@@ -72,8 +72,7 @@ class Plan:
 
     @property
     def measured(self) -> Measured:
-        metrics = ("frechet", "kernel", "coverage", "diversity", "accuracy", "flops")
-        return Measured(num=self.num, features=self.features, varied=self.varied, each=self.each, metrics=metrics)
+        return Measured(num=self.num, features=self.features, varied=self.varied, each=self.each)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _table(study: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(key: str, row: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
-    """The best of the models is bold."""
+    """The best of the models is bold, if there is one."""
     figure = row["figures"].get(key)
     if figure is None:
         return ""
@@ -79,4 +79,5 @@ def _cell(key: str, row: Mapping[str, Any], models: Sequence[Mapping[str, Any]])
         text += f" ± {spoken(key, figure['error'])}"
     values = [model["figures"][key]["value"] for model in models if key in model["figures"]]
     best = min(values) if better(key) == LOWER else max(values)
-    return f"**{text}**" if row in models and len(models) > 1 and figure["value"] == best else text
+    wins = row in models and figure["value"] == best and values.count(best) == 1 and len(values) > 1
+    return f"**{text}**" if wins else text

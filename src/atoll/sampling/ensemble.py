@@ -360,10 +360,10 @@ def image_generators(seeds: Sequence[int]) -> list[torch.Generator]:
 
 def initial_noise(seeds: Sequence[int], shape: Shape) -> Tensor:
     """[B, *shape], each image from its own seed."""
-    return _noise(image_generators(seeds), shape)
+    return noise(image_generators(seeds), shape)
 
 
-def _noise(generators: Sequence[torch.Generator], shape: Shape) -> Tensor:
+def noise(generators: Sequence[torch.Generator], shape: Shape) -> Tensor:
     if not generators:
         raise InputError("there are no seeds: give one for each image")
     return torch.stack([torch.randn(shape, generator=g) for g in generators])
@@ -391,7 +391,7 @@ def generate(
     if chosen is None:
         raise InputError("these experts do not say what latents they take: give the shape of one")
     generators = image_generators(seeds)
-    x = _noise(generators, chosen).to(ensemble.device)
+    x = noise(generators, chosen).to(ensemble.device)
     velocity = ensemble.mix(
         prompts, routing=routing, guidance=guidance, labels=labels, generators=generators, trace=trace
     )

@@ -1,0 +1,44 @@
+"""One expert sampled as it was trained, on its own schedule: what conversions are set beside."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.diffusion.guidance import Guidance
+from atoll.diffusion.prediction import Estimate, estimate
+from atoll.diffusion.solvers import ddim
+from atoll.errors import unknown
+from atoll.models.expert import Expert
+from atoll.sampling.ensemble import image_generators, noise
+from atoll.sampling.expert import Prompts, Reading
+
+SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
+"""How much of the posterior's noise each step adds: all of it is DDPM's own sampling."""
+
+
+@torch.no_grad()
+def generate_native(
+    expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: Guidance
+) -> Tensor:
+    """Latents [B, C, S, S], one a seed, by ancestral DDPM sampling or DDIM, guided in what the network predicts."""
+    if sampler not in SAMPLERS:
+        raise unknown("sampler", sampler, SAMPLERS)
+    network, schedule, prediction = expert.network, expert.objective.path, expert.objective.prediction
+    generators = image_generators(seeds)
+    weight = network.patch_embed.weight
+    config = network.config
+    x = noise(generators, (config.in_channels, config.input_size, config.input_size)).to(weight.device)
+    rows = range(len(x))
+    reading = Reading(lambda tokens: network.read_text(tokens.to(weight.device, weight.dtype)), prompts)
+
+    def denoise(x: Tensor, t: Tensor) -> Estimate:
+        if bool(guidance.inside(t).any()):
+            both = network(torch.cat([x, x]).to(weight.dtype), t, reading.context(rows, guided=True)).to(x.dtype)
+            cond, uncond = both.chunk(2)
+            output = guidance.mixed(cond, uncond, t)
+        else:
+            output = network(x.to(weight.dtype), t, reading.context(rows)).to(x.dtype)
+        return estimate(prediction, output, x, schedule(t))
+
+    return ddim(denoise, schedule, x, times, SAMPLERS[sampler], generators)
