@@ -78,6 +78,7 @@ OBJECTIVES = {
     "fm": Objective(Prediction.VELOCITY, "linear"),
     "fm-logit-normal": Objective(Prediction.VELOCITY, "linear", time="logit-normal"),
     "ddpm": Objective(Prediction.EPS, "cosine"),
+    "ddpm-min-snr": Objective(Prediction.EPS, "cosine", weighting="min-snr"),
     "x0": Objective(Prediction.X0, "cosine"),
     "v": Objective(Prediction.V, "cosine"),
 }
