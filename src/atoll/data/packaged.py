@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -149,7 +149,11 @@ def download(package: Package, folder: Path, registry: str, *, progress: bool = 
     part = path.with_name(f".{path.name}.part")
     try:
         _fetch_rest(url, part, package, progress)
+    except InputError:
+        raise
     except (OSError, ValueError, HTTPException) as error:  # URLError and timeouts are OSErrors
+        if isinstance(error, urllib.error.HTTPError) and error.code == 416:  # it has less than the part: another file
+            part.unlink(missing_ok=True)
         raise InputError(
             f"cannot fetch {url} ({_why(error)}): go online and run the same command again, name another registry with"
             f" --registry, or put the file at {path} yourself"
@@ -160,7 +164,8 @@ def download(package: Package, folder: Path, registry: str, *, progress: bool = 
             f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): run the same command"
             " again, or name another registry with --registry"
         )
-    os.replace(part, path)
+    with _on_disk(path):
+        os.replace(part, path)
     return path
 
 
@@ -177,19 +182,36 @@ def _fetch_rest(url: str, part: Path, package: Package, progress: bool) -> None:
     )
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, bar:
         goes_on = have > 0 and getattr(answer, "status", None) == 206
-        bar.update(have if goes_on else 0)
-        with part.open("ab" if goes_on else "wb") as file:
-            while file.tell() <= package.num_bytes and (chunk := answer.read(CHUNK)):
-                file.write(chunk)
+        got = have if goes_on else 0
+        bar.update(got)
+        with _on_disk(part):
+            file = part.open("ab" if goes_on else "wb", buffering=0)
+        with file:
+            while got <= package.num_bytes and (chunk := answer.read(CHUNK)):
+                with _on_disk(part):
+                    done = 0
+                    while done < len(chunk):
+                        done += file.write(chunk[done:])
+                got += len(chunk)
                 bar.update(len(chunk))
-            got = file.tell()
     if got < package.num_bytes:
         raise OSError(f"it ended after {got} of {package.num_bytes} bytes")
 
 
+@contextmanager
+def _on_disk(path: Path) -> Iterator[None]:
+    """What goes wrong here is not the network's fault."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({reason_of(error)}): free the disk or choose another folder, and run it again"
+        ) from error
+
+
 def _why(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"{error.code} {error.reason}"
+        return f"{error.code} {error.reason}".split("\n")[0]
     reason = getattr(error, "reason", None)
     return reason_of(reason if isinstance(reason, Exception) else error)
 

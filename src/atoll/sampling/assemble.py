@@ -1,7 +1,7 @@
 """Parts that were made apart as one model: a folder in the layout of the published Paris model.
 
 MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
-MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors
+MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if it was
 MODEL/router/                    config.json, model.safetensors; one expert needs none
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 """
@@ -31,6 +31,7 @@ from atoll.diffusion.objective import OBJECTIVES, Objective
 from atoll.errors import InputError
 from atoll.files import alone, make_readable, read_json, reason_of, write_json
 from atoll.models.centroids import CentroidRouter
+from atoll.models.convert import REPORT
 from atoll.models.dit import DiT
 from atoll.models.expert import CALIBRATION, Expert
 from atoll.models.router import Router
@@ -38,7 +39,7 @@ from atoll.models.store import CONFIG, WEIGHTS, folder_of
 
 INDEX, ROUTER = "model_index.json", "router"
 FORMAT, CLASS = 1, "AtollPipeline"
-KEPT = (CONFIG, WEIGHTS, CALIBRATION)  # of an expert or a router; its training state stays where it is
+KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its training state stays where it is
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
 MADE = "give a folder that `atoll assemble` has made"

@@ -1,6 +1,7 @@
 """The published Paris model as one of Atoll's: its experts and router converted, its codec and texts as they are."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,6 +27,7 @@ def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted(
             lacks = name if experts else "expert_0"
             raise InputError(f"{folder} has no {lacks}: give a folder with all of Paris, or a part of it --to expert")
     check_free(out)
+    notes: dict[str, list[str]] = {}  # and of which parts
     codec, texts = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -35,11 +37,14 @@ def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted(
             texts.save(parts)
             space = {"text_encoder": texts.describe()}
             for path in tqdm([*experts, folder / ROUTER], unit=" parts", disable=None, leave=False):
-                made = convert(path, wanted)
+                is_router = path.name == ROUTER
+                made = convert(path, replace(wanted, objective=None) if is_router else wanted)
+                for note in made.notes:
+                    notes.setdefault(note, []).append(path.name)
                 config = made.network.config
                 shape = [config.in_channels, config.input_size, config.input_size]
                 latents = {"shape": shape, "codec": codec.describe()}
-                cluster = None if path.name == ROUTER else int(path.name[7:])
+                cluster = None if is_router else int(path.name[7:])
                 save(made, parts / path.name, {**space, "latent_space": latents}, {"cluster": cluster})
             index = assemble([parts], None, out, parts)
     except OSError as error:
@@ -47,6 +52,7 @@ def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted(
     kinds = ", ".join(f"{k} {kind}" for k, kind in enumerate(index.objectives))
     return [
         f"{out}: Paris, {index.num_experts} experts ({kinds}), licence {index.license}",
+        *(f"note: {note} ({', '.join(names)})" for note, names in notes.items()),
         "what of it could not be verified is listed in docs/convert.md",
-        f'next: atoll sample {out} "a prompt" --top-k 2 --guidance 7.5 --steps 50',
+        f'next: atoll sample {out} "a prompt" --solver euler --steps 50 --top-k 2 --guidance 7.5',
     ]

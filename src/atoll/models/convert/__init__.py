@@ -1,5 +1,8 @@
 """Published checkpoints as experts: each format is recognised by its keys, and converted by a table of them."""
 
+import json
+import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -7,16 +10,18 @@ from typing import Any
 
 from atoll.diffusion.transfer import Calibration
 from atoll.errors import InputError, unknown
-from atoll.files import write_json
+from atoll.files import reason_of, write_json
 from atoll.models.convert import dit, paris, pixart
-from atoll.models.convert.common import Converted, Wanted
+from atoll.models.convert.common import Converted, Wanted, check_free
 from atoll.models.convert.reading import Source, read_source
 from atoll.models.dit import DiT
-from atoll.models.expert import Expert
+from atoll.models.expert import CALIBRATION, Expert
+from atoll.models.store import CONFIG, WEIGHTS
 
-__all__ = ["FORMATS", "REPORT", "Converted", "Wanted", "convert", "describe", "recognise", "save"]
+__all__ = ["FORMATS", "REPORT", "Converted", "Wanted", "check_out", "convert", "describe", "recognise", "save"]
 REPORT = "conversion.json"
 KINDS = ("dit", "sit")
+CLASS_FLAGS = {"label": "--label", "as_is": "--as-is", "kind": "--kind", "fit": "--fit"}  # of DiT and SiT alone
 WORDS = {dit.DIT_LICENSE: ": for non-commercial use only, with attribution, and so is what is trained from it"}
 
 
@@ -27,6 +32,7 @@ class Format:
     name: str
     keys: tuple[str, ...]  # which no other format has together
     convert: Callable[[Source, Wanted], Converted]
+    by_class: bool = False  # its pictures are of a class, not of a text
 
 
 def _class_conditional(source: Source, wanted: Wanted) -> Converted:
@@ -37,8 +43,8 @@ def _class_conditional(source: Source, wanted: Wanted) -> Converted:
     if kind is None and "path_type" in source.args:
         kind = "sit"
     if kind is None:
-        model, name = str(source.args.get("model", "")).lower(), source.path.name.lower()
-        found = {known for known in KINDS if known in name or model.startswith(known)}
+        model, words = str(source.args.get("model", "")).lower(), re.split("[^a-z]+", source.path.name.lower())
+        found = {known for known in KINDS if known in words or model.startswith(known)}
         if len(found) != 1:
             raise InputError(
                 f"{source.path} may be a DiT or a SiT, whose keys are the same: say which with --kind dit or --kind sit"
@@ -48,10 +54,10 @@ def _class_conditional(source: Source, wanted: Wanted) -> Converted:
 
 
 FORMATS = (
-    Format("DiT or SiT", ("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"), _class_conditional),
+    Format("DiT or SiT", ("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"), _class_conditional, True),
     Format(
         "diffusers DiTTransformer2DModel", ("pos_embed.proj.weight", "transformer_blocks.0.norm1.linear.weight"),
-        lambda source, wanted: dit.convert_dit(source, wanted, dit.DIFFUSERS),
+        lambda source, wanted: dit.convert_dit(source, wanted, dit.DIFFUSERS), True,
     ),
     Format(
         "PixArt-alpha", ("x_embedder.proj.weight", "t_block.1.weight"),
@@ -70,6 +76,8 @@ def recognise(source: Source) -> Format:
     for found in FORMATS:
         if all(key in source.weights for key in found.keys):
             return found
+    if source.config.get("model") in (DiT.__name__, "Router"):
+        raise InputError(f"{source.path} is one of Atoll's already: use it as it is, or give an expert --to diffusers")
     some = ", ".join(sorted(source.weights)[:3])
     raise InputError(
         f"{source.path} is none of the known checkpoints (its keys begin with {some}): "
@@ -80,8 +88,27 @@ def recognise(source: Source) -> Format:
 def convert(path: str | Path, wanted: Wanted = Wanted()) -> Converted:  # noqa: B008
     """A network of the checkpoint's weights, with the books of it."""
     source = read_source(Path(path))
-    converted = recognise(source).convert(source, wanted)
+    found = recognise(source)
+    default = asdict(Wanted())
+    asked = {name: value for name, value in asdict(wanted).items() if value != default[name] or name == "seed"}
+    for name, flag in CLASS_FLAGS.items():
+        if name in asked and not found.by_class:
+            raise InputError(f"{flag} is for DiT and SiT, but {path} is a {found.name}: leave it out")
+    try:
+        converted = replace(found.convert(source, wanted), asked=asked)
+        json.dumps(converted.report, allow_nan=False)
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:  # shapes that no published file has
+        raise InputError(
+            f"{path} cannot be converted ({reason_of(error)}): its weights do not fit together, give another copy"
+        ) from error
     return converted if wanted.license is None else replace(converted, license=wanted.license)
+
+
+def check_out(out: str | Path) -> None:
+    """Before the work: nothing but an earlier conversion is written over."""
+    check_free(Path(out), (CONFIG, WEIGHTS, CALIBRATION, REPORT), REPORT)
 
 
 def save(
@@ -96,6 +123,29 @@ def save(
     `space` is the "latent_space" and the "text_encoder" of a data set: with them an expert is whole, and can be
     assembled with others; `data` is what it answers for. Without, it is a bare network to start training from.
     """
+    check_out(out)
+    folder, fresh = Path(out), not Path(out).exists()
+    try:
+        if not fresh:  # what an earlier conversion left is no expert from here on
+            for name in (CONFIG, CALIBRATION):
+                (folder / name).unlink(missing_ok=True)
+        write_json(folder / REPORT, converted.report)
+        _save_network(converted, folder, space, data, calibration)
+    except (InputError, OSError) as error:
+        if fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot write {out} ({reason_of(error)}): choose another folder") from error
+
+
+def _save_network(
+    converted: Converted,
+    out: Path,
+    space: Mapping[str, Any] | None,
+    data: Mapping[str, Any] | None,
+    calibration: Calibration | None,
+) -> None:
     network, objective = converted.network, converted.objective
     if not isinstance(network, DiT):
         card: dict[str, Any] = {"license": converted.license, "training": {"converted": converted.init}}
@@ -111,7 +161,6 @@ def save(
             network, objective, space["latent_space"], space["text_encoder"], data or {}, init=converted.init,
             license=converted.license, calibration=calibration,
         ).save(out)  # fmt: skip
-    write_json(Path(out) / REPORT, converted.report)
 
 
 def describe(converted: Converted, out: str | Path) -> list[str]:

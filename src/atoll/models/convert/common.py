@@ -1,8 +1,9 @@
 """What all conversions share: what they are asked for, what they give, and sizes that are read off the weights."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ class Wanted:
     license: str | None = None  # None: the published one's
     seed: int = 0  # of what has no counterpart in the source
 
+    def __post_init__(self) -> None:
+        for name, flag, most in (
+            ("text_dim", "text-dim", 65536),
+            ("input_size", "size", 4096),
+            ("num_heads", "heads", 1024),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise InputError(f"--{flag} must be from 1 to {most}, but is {value}")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed must be from 0 to 2**63 - 1, but is {self.seed}")
+        if self.license is not None and not self.license.strip():
+            raise InputError("--license is empty: name the licence, or leave it out")
+
 
 @dataclass(frozen=True, eq=False)
 class Converted:
@@ -48,6 +63,7 @@ class Converted:
     notes: Sequence[str] = ()
     residual: Mapping[str, Any] | None = None  # of the modulation, where it was fitted
     label: int | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)  # what of Wanted was not left to the source
 
     @property
     def init(self) -> dict[str, Any]:
@@ -63,6 +79,7 @@ class Converted:
         return {
             **self.init,
             "license": self.license,
+            "asked_for": dict(self.asked),
             "weights_under": self.source.wrapper,
             "objective": about,
             "parameters": self.num_parameters,
@@ -112,28 +129,45 @@ class Sizes:
             if key not in weights:
                 raise InputError(f"{source.path} lacks {key}: it is of another architecture, or not all is there")
         shape = weights[patch].shape
-        if len(shape) != 4 or shape[2] != shape[3] or depth == 0:
+        if len(shape) != 4 or shape[2] != shape[3] or not all(shape) or depth == 0:
             raise InputError(f"{patch} in {source.path} has shape {list(shape)}, not that of square patches")
         width, channels, side, _ = shape
+        for key in (mlp.replace("{i}", "0"), *([] if out is None else [out])):
+            if weights[key].shape[1:] != (width,):
+                raise InputError(f"{key} in {source.path} has shape {list(weights[key].shape)}, not {width} columns")
         rows = len(weights[out]) if out else channels * side**2
         if rows % side**2 or rows // side**2 < channels:
             raise InputError(f"{out} in {source.path} has {rows} rows, which are no {channels} channels of its patches")
-        heads = wanted.num_heads or source.config.get(heads_key) or KNOWN_HEADS.get(width)
+        said = source.config.get(heads_key)
+        if wanted.num_heads is not None and said is not None and wanted.num_heads != said:
+            raise InputError(
+                f"--heads is {wanted.num_heads}, but the config of {source.path} says {said}: leave it out"
+            )
+        heads = wanted.num_heads or said or KNOWN_HEADS.get(width)
+        if wanted.num_heads is not None and width % wanted.num_heads:
+            raise InputError(f"--heads must divide the width of {source.path}, {width}, but is {wanted.num_heads}")
         if type(heads) is not int or heads < 1 or width % heads:
             raise InputError(f"{source.path} is {width} wide and does not say how many heads it has: give --heads")
         size = source.config.get(size_key)
         if positions is not None and positions in weights:
+            if weights[positions].dim() < 2:
+                raise InputError(
+                    f"{positions} in {source.path} has shape {list(weights[positions].shape)}: it is damaged"
+                )
             num = weights[positions].shape[-2]
             size = side * math.isqrt(num)
             if (size // side) ** 2 != num:
                 raise InputError(f"{positions} in {source.path} has {num} places, which are no square")
         if type(size) is not int:
             size = wanted.input_size
-        if size is None:
+        if size is None or size < 1:
             raise InputError(f"{source.path} does not say the size of its latents: give --size, 32 for 256 pixels")
         ratio = len(weights[mlp.replace("{i}", "0")]) / width
+        input_size = wanted.input_size or size
+        if input_size % side:
+            raise InputError(f"latents {input_size} a side cannot be cut into patches of {side}: give another --size")
         return cls(
-            channels, rows // side**2, side, width, depth, ratio, heads, wanted.input_size or size, size
+            channels, rows // side**2, side, width, depth, ratio, heads, input_size, size
         )  # fmt: skip
 
     @property
@@ -150,10 +184,21 @@ class Sizes:
         """The rows of the last layer that make the prediction; those of the learned sigma come after."""
 
         def first_channels(rows: Tensor) -> Tensor:
+            if self.out_channels == self.in_channels:
+                return rows
             grid = rows.view(self.patch_size**2, self.out_channels, *rows.shape[1:])
             return grid[:, : self.in_channels].reshape(-1, *rows.shape[1:])
 
         return first_channels
+
+
+def check_free(out: Path, ours: Collection[str], mark: str) -> None:
+    """A folder that an earlier conversion made may be replaced, and only that; `mark` is what tells it."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file: choose a folder")
+    found = {path.name for path in out.iterdir()} if out.exists() else set()
+    if found and (mark not in found or found - set(ours)):
+        raise InputError(f"--out {out} holds something else than an earlier conversion: choose another folder")
 
 
 def objective_of(wanted: Wanted, own: Objective) -> Objective:

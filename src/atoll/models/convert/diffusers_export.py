@@ -10,6 +10,7 @@ from torch import Tensor
 
 from atoll.errors import InputError
 from atoll.files import read_json, write_json, write_whole
+from atoll.models.convert.common import check_free
 from atoll.models.dit import DiT, sincos_positions
 from atoll.models.store import CONFIG
 
@@ -30,6 +31,9 @@ BLOCK_LAYERS = {
 
 def export(expert: str | Path, out: str | Path) -> list[str]:
     """Write the folder; what to tell."""
+    if not Path(expert).is_dir():
+        raise InputError(f"{expert} is not a folder: give that of an expert")
+    check_free(Path(out), {WEIGHTS, ABOUT, CONFIG}, ABOUT)
     if read_json(Path(expert) / CONFIG, "give the folder of an expert").get("model") != DiT.__name__:
         raise InputError(f"{expert} is no expert of Atoll's: only these are exported")
     network = DiT.from_pretrained(expert, dtype=torch.float32)
@@ -62,6 +66,7 @@ def check_expressible(network: DiT, name: str) -> float:
         "no text": config.text_dim is None,
         "a norm before cross-attention": config.cross_attention_norm and config.text_dim is not None,
         "waves of the time in another spacing": config.frequency_shift != 0,
+        "MLPs that are not 4 times as wide as it": config.mlp_ratio != 4,
     }
     for fault, has in faults.items():
         if has:

@@ -19,7 +19,7 @@ from atoll.models.convert.common import TEXT_DIM, Converted, Sizes, Start, Wante
 from atoll.models.convert.mapping import Ledger, Rule, flat, linear
 from atoll.models.convert.modulation import NUM_TIMES, Layer, Single, TimeMLP, fit_linear, fit_single
 from atoll.models.convert.reading import Source
-from atoll.models.dit import DiT, DiTConfig, frequencies, sincos_positions
+from atoll.models.dit import NUM_FREQUENCIES, DiT, DiTConfig, frequencies, sincos_positions
 
 DIT_LICENSE, SIT_LICENSE = "CC-BY-NC-4.0", "mit"
 DIT_OBJECTIVE = Objective(Prediction.EPS, "ddpm")
@@ -139,7 +139,7 @@ class _Conversion:
             self.notes.append(f"{sizes.out_channels} output channels became {sizes.in_channels}: no learned sigma")
         eps = self.source.config.get("norm_eps", 1e-6)
         if eps != 1e-6:
-            self.notes.append(f"norm_eps is {eps:g} in the MLPs of the source, and 1e-6 here")
+            self.notes.append(f"norm_eps is {eps} in the MLPs of the source, and 1e-6 here")
         return Converted(
             network, self.source, what, license, ledger, objective, tuple(self.notes), residual, self.label
         )
@@ -149,7 +149,8 @@ class _Conversion:
     def _label(self) -> int:
         """The class it is made for: by default none, the embedding for guidance, which is the last."""
         key = self.layout.labels.replace("{i}", "0")
-        num = len(self.ledger.take(key))
+        table = self.ledger.take(key)
+        num = len(table) if table.dim() else 0
         label = num - 1 if self.wanted.label is None else self.wanted.label
         if not 0 <= label < num:
             raise InputError(f"--label must be a class from 0 to {num - 1} of {self.source.path}, but is {label}")
@@ -178,9 +179,18 @@ class _Conversion:
 
     # --- time and class -------------------------------------------------------------------------------------------
 
-    def _layer(self, name: str, i: int = 0) -> Layer:
-        key = name.replace("{i}", str(i))
-        return Layer(self.ledger.take(f"{key}.weight"), self.ledger.take(f"{key}.bias"))
+    def _layer(self, name: str, i: int = 0, *, rows: int = 1, columns: int | None = None) -> Layer:
+        """A linear layer of the source, `rows` times as high as the network is wide, and as wide if nothing is said."""
+        key, width = name.replace("{i}", str(i)), self.sizes.hidden_size
+        layer = Layer(self.ledger.take(f"{key}.weight"), self.ledger.take(f"{key}.bias"))
+        wanted = (rows * width, columns or width)
+        for part, value, shape in (("weight", layer.weight, wanted), ("bias", layer.bias, wanted[:1])):
+            if value.shape != shape:
+                found = list(value.shape)
+                raise InputError(
+                    f"{key}.{part} in {self.source.path} has shape {found}, not {list(shape)}: it is damaged"
+                )
+        return layer
 
     def _keys(self, *names: str) -> list[str]:
         """Of weights and biases of layers, or of a weight itself; of all blocks where a name holds {i}."""
@@ -190,8 +200,12 @@ class _Conversion:
 
     def _time_mlp(self, i: int) -> TimeMLP:
         """A block's, with the class in its last bias; SiT's seen from the other end of time."""
-        first, second = (self._layer(name, i) for name in self.layout.time)
-        labels = self.ledger.take(self.layout.labels.replace("{i}", str(i)))
+        first = self._layer(self.layout.time[0], i, columns=NUM_FREQUENCIES)
+        second = self._layer(self.layout.time[1], i)
+        key = self.layout.labels.replace("{i}", str(i))
+        labels = self.ledger.take(key)
+        if labels.shape[1:] != second.bias.shape or len(labels) <= self.label:
+            raise InputError(f"{key} in {self.source.path} has shape {list(labels.shape)}: it is damaged")
         second = second._replace(bias=second.bias + labels[self.label])
         if not self.backwards:
             return TimeMLP(first, second, 999.0, self.layout.frequency_shift)
@@ -201,6 +215,10 @@ class _Conversion:
         turned = torch.cat([of_cos * cos + of_sin * sin, of_cos * sin - of_sin * cos], 1).float()
         return TimeMLP(Layer(turned, first.bias), second, 1.0)
 
+    @property
+    def _turn(self) -> str:
+        return "seen from the other end of time" if self.backwards else "copied"
+
     def _fill_layer(self, target: str, layer: Layer, keys: list[str], how: str) -> None:
         self.ledger.fill(f"{target}.weight", layer.weight, *keys, how=how)
         self.ledger.fill(f"{target}.bias", layer.bias, *keys, how=how)
@@ -209,35 +227,39 @@ class _Conversion:
         """Per-block modulation as in the source: exact where all blocks share one time MLP, as in the original."""
         first, second = self.layout.time
         shared = all(mlp.same_as(mlps[0]) for mlp in mlps)
-        turn = "seen from the other end of time" if self.backwards else "copied"
-        self._fill_layer("time_embed.mlp.0", mlps[0].first, self._keys(first), turn)
-        self._fill_layer("time_embed.mlp.2", mlps[0].second, self._keys(second, self.layout.labels), "with the class")
-        self._fill_layer("out_time_block", self._layer(self.layout.last), self._keys(self.layout.last), "copied")
+        turn, first_of = self._turn, "" if shared else ", of the first block"
+        self._fill_layer("time_embed.mlp.0", mlps[0].first, self._keys(first), turn + first_of)
+        self._fill_layer(
+            "time_embed.mlp.2", mlps[0].second, self._keys(second, self.layout.labels), "with the class" + first_of
+        )
+        last = self._layer(self.layout.last, rows=2)
+        self._fill_layer("out_time_block", last, self._keys(self.layout.last), "copied")
         t = torch.linspace(0, 1, NUM_TIMES, dtype=torch.float64)
         seen = F.silu(mlps[0](t))
         residuals = []
         for i in range(self.sizes.depth):
-            layer, name = self._layer(self.layout.block, i), self.layout.block.replace("{i}", str(i))
-            if not mlps[i].same_as(mlps[0]):
+            layer, name = self._layer(self.layout.block, i, rows=6), self.layout.block.replace("{i}", str(i))
+            same, off = mlps[i].same_as(mlps[0]), 0.0
+            if not same:
                 told = layer(F.silu(mlps[i](t)))
                 layer = fit_linear(seen, told, allowed=1e-3)
-                residuals.append(float((layer(seen) - told).norm() / told.norm().clamp_min(1e-30)))
-            self._fill_layer(f"blocks.{i}.time_block", layer, self._keys(name), "copied" if shared else "fitted")
+                off = float((layer(seen) - told).norm() / told.norm().clamp_min(1e-30))
+            residuals.append(off)
+            self._fill_layer(f"blocks.{i}.time_block", layer, self._keys(name), "copied" if same else "fitted")
         if shared:
             return None
         self.notes.append("its blocks have time MLPs of their own, which are fitted to one, not copied")
-        return {"fit": "least squares", "by_block": [0.0, *residuals]}
+        return {"fit": "least squares", "by_block": residuals}
 
     def _fit_maps(self, mlps: list[TimeMLP]) -> dict[str, Any]:
         """AdaLN-Single in the place of per-block maps."""
         layout, ledger = self.layout, self.ledger
         fitted = fit_single(
-            mlps, lambda i: self._layer(layout.block, i), self._layer(layout.last), ledger.filled["out.weight"],
-            self.wanted.fit,
+            mlps, lambda i: self._layer(layout.block, i, rows=6), self._layer(layout.last, rows=2),
+            ledger.filled["out.weight"], self.wanted.fit,
         )  # fmt: skip
         first, second = layout.time
-        turn = "seen from the other end of time" if self.backwards else "copied"
-        self._fill_layer("time_embed.mlp.0", mlps[0].first, self._keys(first), turn)
+        self._fill_layer("time_embed.mlp.0", mlps[0].first, self._keys(first), self._turn)
         how = "with the class" if self.wanted.fit != "curve" else "fitted, with the class"
         self._fill_layer("time_embed.mlp.2", fitted.second, self._keys(second, layout.labels), how)
         maps = self._keys(layout.block)

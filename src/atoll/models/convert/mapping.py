@@ -68,11 +68,11 @@ class Ledger:
             for i in range(depth if "{i}" in rule.target else 1):
                 sources = [key.replace("{i}", str(i)) for key in rule.sources]
                 parts = [self.take(key) for key in sources]
-                if len({part.shape[1:] for part in parts}) > 1:
+                if len({part.shape[1:] for part in parts}) > 1 or not all(part.dim() for part in parts):
                     raise InputError(f"{' and '.join(sources)} in {self.name} do not fit together")
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
-                how = "copied" if rule.change is None else rule.change.__name__.replace("_", " ")
                 changed = value if rule.change is None else rule.change(value)
+                how = "copied" if rule.change is None or changed is value else rule.change.__name__.replace("_", " ")
                 self.fill(rule.target.replace("{i}", str(i)), changed, *sources, how=how)
 
     def close(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atoll.errors import unknown
+from atoll.errors import InputError, unknown
 from atoll.models.dit import frequencies
 
 FITS = ("curve", "mean", "point")
@@ -171,6 +171,8 @@ def follow_output(two: Tensor, out: Tensor, tau: Tensor) -> Tensor:
 
 def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
     """The linear layer that takes x[T, d] to y[T, n], by ridge regression with the smallest weights that will do."""
+    if not (bool(torch.isfinite(x).all()) and bool(torch.isfinite(y).all())):
+        raise InputError("the checkpoint's modulation is not finite: its weights are far too large, give another")
     centre, level = x.double().mean(0), y.double().mean(0)
     target = y.double() - level
     u, s, v = torch.linalg.svd(x.double() - centre, full_matrices=False)

@@ -4,6 +4,7 @@ its layer norms are taken to have our epsilon, and the router's head to be linea
 import torch
 
 from atoll.diffusion.objective import Objective, get_objective
+from atoll.errors import InputError
 from atoll.models.convert.common import Converted, Sizes, Wanted, build_network
 from atoll.models.convert.mapping import Ledger, Rule, flat, linear
 from atoll.models.convert.reading import Source
@@ -57,11 +58,17 @@ def convert_paris_expert(source: Source, wanted: Wanted) -> Converted:
     for i in range(sizes.depth):
         for part in ("weight", "bias"):
             key = f"layers.{i}.cross_attn.in_proj_{part}"
-            q, kv = ledger.take(key).split([width, 2 * width])
+            joined = ledger.take(key)
+            q, kv = joined[:width], joined[width:]
             ledger.fill(f"blocks.{i}.cross.q.{part}", q, key, how="its first third")
             ledger.fill(f"blocks.{i}.cross.kv.{part}", kv, key, how="its last two thirds")
     ledger.fill("positions", ledger.take("pos_embed").flatten(0, -2), "pos_embed")
-    text_dim = source.weights["text_proj.weight"].shape[1]
+    text_dim = source.weights["text_proj.weight"].shape[-1]
+    if wanted.text_dim not in (None, text_dim):
+        raise InputError(
+            f"{source.path} reads text {text_dim} wide, not {wanted.text_dim}: its texts cannot be changed"
+        )
+    _check_size(sizes, source)
     with torch.device("meta"):
         network = DiT(DiTConfig(**sizes.trunk(), text_dim=text_dim))
     build_network(network, ledger)
@@ -78,6 +85,7 @@ def convert_paris_router(source: Source, wanted: Wanted) -> Converted:
     ledger.apply(ROUTER, sizes.depth)
     ledger.fill("class_token", ledger.take("cls_token").flatten(), "cls_token")
     ledger.fill("positions", ledger.take("pos_embed").flatten(0, -2), "pos_embed")
+    _check_size(sizes, source)
     num = len(source.weights["head.4.weight"])
     with torch.device("meta"):
         config = RouterConfig(**sizes.trunk(), text_dim=None, adaln="block", head="mlp", num_experts=num)
@@ -87,12 +95,25 @@ def convert_paris_router(source: Source, wanted: Wanted) -> Converted:
     return Converted(network, source, "Paris router", LICENSE, ledger, None, (note,))
 
 
+def _check_size(sizes: Sizes, source: Source) -> None:
+    if sizes.input_size != sizes.source_size:
+        raise InputError(
+            f"{source.path} has learned its positions, for latents {sizes.source_size} a side: they cannot be "
+            f"{sizes.input_size}"
+        )
+
+
 def _objective(source: Source, wanted: Wanted) -> tuple[Objective, str]:
     """As asked for, as its config says, or flow matching, which the release is sampled with."""
     if wanted.objective is not None:
         return get_objective(wanted.objective), f"objective {wanted.objective}, as asked for"
     for key in ("objective", "training_objective", "prediction_type", "objective_type"):
-        said = str(source.config.get(key, "")).lower().replace("-", "_")
-        if said in OBJECTIVES:
-            return get_objective(OBJECTIVES[said]), f"objective {OBJECTIVES[said]}, as {key} in its config says"
+        if source.config.get(key) is None:
+            continue
+        said = str(source.config[key]).lower().replace("-", "_")
+        if said not in OBJECTIVES:
+            raise InputError(
+                f"{key} in the config of {source.path} is {said!r:.60}, which is not known: give --objective"
+            )
+        return get_objective(OBJECTIVES[said]), f"objective {OBJECTIVES[said]}, as {key} in its config says"
     return get_objective("fm"), "its config names no objective: taken as flow matching, else give --objective ddpm"

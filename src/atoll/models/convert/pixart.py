@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
+from atoll.errors import InputError
 from atoll.models.convert.common import Converted, Sizes, Start, Wanted, build_network, objective_of
 from atoll.models.convert.mapping import Ledger, Rule, flat, linear
 from atoll.models.convert.reading import Source
@@ -100,7 +101,10 @@ def convert_pixart(source: Source, wanted: Wanted, layout: Layout) -> Converted:
     notes: list[str] = []
     ledger.apply(layout.rules, sizes.depth)
     ledger.apply(linear("out", layout.out, change=sizes.keep_channels), sizes.depth)
-    theirs = ledger.take(f"{layout.text}.weight").shape[1]
+    first = ledger.take(f"{layout.text}.weight")
+    if first.dim() != 2:
+        raise InputError(f"{layout.text}.weight in {source.path} has shape {list(first.shape)}: it is damaged")
+    theirs = first.shape[1]
     text_dim = wanted.text_dim or theirs
     if text_dim == theirs:
         ledger.apply(linear("text_embed.0", layout.text), sizes.depth)
@@ -157,7 +161,11 @@ def _take_positions(ledger: Ledger, source: Source, sizes: Sizes, notes: list[st
     step = 1.0
     if source.config:  # as diffusers has it
         scale = source.config.get("interpolation_scale") or max(sizes.source_size // 64, 1)
-        step = sizes.source_size / sizes.input_size / float(scale)
+        if type(scale) not in (int, float) or not scale > 0:
+            raise InputError(
+                f"interpolation_scale in the config of {source.path} is {scale!r:.60}, not a number above 0"
+            )
+        step = sizes.source_size / sizes.input_size / scale
     ledger.start(
         "positions", sincos_positions(sizes.hidden_size, sizes.side, step), f"sines and cosines, {step:g} apart"
     )

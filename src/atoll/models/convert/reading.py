@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import struct
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,17 @@ class Source:
         for name, tensor in self.weights.items():
             if not tensor.is_floating_point():
                 raise InputError(f"{name} in {self.path} holds {tensor.dtype}, not weights: give another checkpoint")
+        check_finite(self.weights, self.path)
+
+
+def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    for name, tensor in weights.items():
+        known = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # float8 cannot tell
+        if not bool(torch.isfinite(known).all()):
+            raise InputError(
+                f"{name} in {path} holds values that are not finite: its training diverged or the file is damaged, "
+                "give another"
+            )
 
 
 def read_source(path: Path) -> Source:
@@ -46,7 +58,7 @@ def read_source(path: Path) -> Source:
         return _read_folder(path)
     if not path.is_file():
         raise InputError(f"there is no {path}: give a checkpoint's file, or the folder of one")
-    weights, args, wrapper = _read_file(path)
+    weights, args, wrapper = read_file(path)
     return Source(path, weights, _digest(path), args=args, wrapper=wrapper)
 
 
@@ -61,8 +73,12 @@ def _read_folder(folder: Path) -> Source:
             return _read_shards(folder, index, config)
         for suffix in (".safetensors", ".bin"):
             if (folder / f"{name}{suffix}").exists():
-                weights, args, wrapper = _read_file(folder / f"{name}{suffix}")
+                weights, args, wrapper = read_file(folder / f"{name}{suffix}")
                 return Source(folder, weights, _digest(folder / f"{name}{suffix}"), config, args, wrapper)
+    if (folder / "expert_0").is_dir():
+        raise InputError(
+            f"{folder} holds several parts: give one of them, such as {folder / 'expert_0'}, or --to model"
+        )
     raise InputError(f"{folder} holds no weights: it should have {NAMES[0]}.safetensors beside its {CONFIG}")
 
 
@@ -77,17 +93,24 @@ def _read_shards(folder: Path, index: Path, config: Mapping[str, Any]) -> Source
             raise InputError(f"{index} names a file outside its folder, {name!r}: {AGAIN}")
         weights.update(_read_safetensors(folder / name))
         hashes.append(_digest(folder / name))
-    return Source(folder, weights, hashlib.sha256("".join(hashes).encode()).hexdigest(), config)
+    return Source(folder, _unprefixed(weights), hashlib.sha256("".join(hashes).encode()).hexdigest(), config)
 
 
-def _read_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
+def read_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
     """Its weights, the arguments of its training where it has them, and the key that the weights were under."""
-    with path.open("rb") as file:
-        start = file.read(9)
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except FileNotFoundError as error:
+        raise InputError(f"there is no {path}: give the file of the weights") from error
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path} ({reason_of(error)}): give a file that is there and may be read"
+        ) from error
     if start[:4] == b"PK\3\4" or start[:1] == b"\x80":
         return _unwrapped(_unpickled(path), path)
     if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < path.stat().st_size + 2**27:
-        return _read_safetensors(path), {}, None
+        return _unprefixed(_read_safetensors(path)), {}, None
     what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched"}.get(start[:1])
     what = what or ("empty" if not start else "neither a torch checkpoint nor a safetensors file")
     raise InputError(f"{path} is {what}: {AGAIN}")
@@ -113,7 +136,8 @@ def _unpickled(path: Path) -> Any:
             f"{path} is refused: it is a pickle with code in it ({', '.join(sorted(refused)[:3])}), which would run "
             "when it is opened; give a file that holds tensors alone"
         )
-    with torch.serialization.safe_globals([argparse.Namespace]):  # what train.py of DiT and SiT save beside weights
+    with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong is said below
         for mapped in (True, False):  # files from before torch 1.6 cannot be mapped
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -126,7 +150,12 @@ def _unpickled(path: Path) -> Any:
             f"{path} is refused: it is a pickle with code in it, which would run when it is opened; "
             "give a file that holds tensors alone"
         ) from failure
-    raise InputError(f"{path} is truncated or damaged ({reason_of(failure)[:120]}): {AGAIN}") from failure
+    reason = reason_of(failure).split(". ")[0]
+    if "weights only" in reason.lower() or "weights_only" in reason:
+        raise InputError(
+            f"{path} holds a program or other objects, which are not read: give a file that holds tensors alone"
+        ) from failure
+    raise InputError(f"{path} is truncated or damaged ({reason}): {AGAIN}") from failure
 
 
 def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
@@ -136,18 +165,22 @@ def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str
     if isinstance(content, Mapping):
         args = content.get("args", {})
         args = vars(args) if isinstance(args, argparse.Namespace) else args
-        wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping)), None)
+        wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
     found = content if wrapper is None else content[wrapper]
     if not isinstance(found, Mapping) or not found or not all(isinstance(key, str) for key in found):
         raise InputError(f"{path} holds no tensors by name: give a checkpoint with a state dict in it")
     other = next((key for key, value in found.items() if not isinstance(value, Tensor)), None)
     if other is not None:
         raise InputError(f"{path} is no state dict, its {other!r} is not a tensor: give a checkpoint with one in it")
+    return _unprefixed(found), args if isinstance(args, Mapping) else {}, wrapper
+
+
+def _unprefixed(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = dict(found)
     for prefix in PREFIXES:
         if all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-    return weights, args if isinstance(args, Mapping) else {}, wrapper
+    return weights
 
 
 def _digest(path: Path) -> str:
