@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.data.codecs import check_images
-from atoll.data.convert.checkpoint import read_weights
 from atoll.data.inception import InceptionV3
 from atoll.data.pretrained import (
     SAVED,
@@ -30,6 +29,7 @@ from atoll.data.pretrained import (
 )
 from atoll.errors import InputError, unknown
 from atoll.files import read_json
+from atoll.models.convert.reading import read_weights
 from atoll.models.store import Stored
 
 FOLDER = "features"

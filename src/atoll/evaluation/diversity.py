@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.data.codecs import check_images
-from atoll.data.convert.checkpoint import read_weights
 from atoll.data.features import resize
 from atoll.data.pretrained import fingerprint
 from atoll.errors import InputError
+from atoll.models.convert.reading import read_weights
 
 PACKAGE, WEIGHTS = "stlpips-pytorch", "alex_shift_tolerant.pth"
 SMALLEST = 64  # the size of the pictures it was trained on; smaller ones are scaled up to it

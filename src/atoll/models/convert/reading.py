@@ -52,6 +52,13 @@ def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A file with a table of finite tensors in it, and nothing else."""
+    weights, _, _ = read_file(path)
+    check_finite(weights, path)
+    return weights
+
+
 def read_source(path: Path) -> Source:
     """A .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
     if path.is_dir():

@@ -1,1 +1,0 @@
-"""Weights that others have published in torch's own format, as tensors by name."""
