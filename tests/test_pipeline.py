@@ -492,7 +492,6 @@ class TestMistakes:
             ("a", {"num_inference_steps": 2.5}, "number of steps"),
             ("a", {"guidance_scale": float("nan")}, "guidance scale must be a finite number"),
             ("a", {"guidance_scale": 1e38}, "not finite"),
-            ("a", {"guidance_scale": None}, "guidance scale must be a number, but is None"),
             ("a", {"guidance_scale": "2"}, "guidance scale must be a number, but is '2'"),
             ("a", {"guidance_scale": torch.ones(2)}, "guidance scale must be a number"),
             ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of at least 1"),

@@ -22,7 +22,7 @@ def evaluate(
     varied: int = 50,
     each: int = 4,
     routing: str = defaults.ROUTING,
-    guidance: float = defaults.GUIDANCE,
+    guidance: float | None = None,
     steps: int = defaults.STEPS,
     solver: str = defaults.SOLVER,
     conversion: str | None = None,
@@ -58,7 +58,8 @@ def evaluate(
         each: How many.
         routing: Which experts make a picture: top1, topk:2, full, threshold:0.1, sample, by_time, or oracle: that of
             the cluster in which the picture is that the caption belongs to.
-        guidance: How strongly pictures follow the prompt; 1 is no guidance.
+        guidance: How strongly pictures follow the prompt; 1 is no guidance. By default 2, or 1 for a model that has
+            learned its guidance.
         steps: Of the solver.
         solver: multistep, euler, heun, midpoint or dpm2m; for a model of one expert also ancestral or ddim, which are
             on its own schedule.

@@ -14,6 +14,7 @@ from atoll.cli.assemble import assemble
 from atoll.cli.assign import assign
 from atoll.cli.convert import convert
 from atoll.cli.demo import demo
+from atoll.cli.distill import distill
 from atoll.cli.evaluate import evaluate
 from atoll.cli.fetch import fetch
 from atoll.cli.inspect import inspect
@@ -25,7 +26,7 @@ from atoll.cli.train import train
 from atoll.cli.train_all import train_all
 from atoll.cli.train_router import train_router
 from atoll.errors import InputError
-from atoll.training.settings import ExpertSettings, RouterSettings, Settings, read_recipe
+from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
 
 VERBS: dict[str, Callable[..., Any]] = {
     "fetch": fetch,
@@ -37,6 +38,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "train-router": train_router,
     "train-all": train_all,
     "assemble": assemble,
+    "distill": distill,
     "sample": sample,
     "convert": convert,
     "evaluate": evaluate,
@@ -47,6 +49,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "train": ExpertSettings,
     "train-router": RouterSettings,
     "train-all": ExpertSettings,
+    "distill": DistillSettings,
 }
 
 

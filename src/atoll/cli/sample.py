@@ -24,7 +24,7 @@ def sample(
     num: int = 1,
     seed: int = 0,
     steps: int = defaults.STEPS,
-    guidance: float = defaults.GUIDANCE,
+    guidance: float | None = None,
     solver: str = defaults.SOLVER,
     routing: str | None = None,
     top_k: int | None = None,
@@ -55,7 +55,8 @@ def sample(
         num: Pictures of each prompt.
         seed: Of the first picture of each prompt; the next has the next number.
         steps: Of the solver, at most 10,000.
-        guidance: How strongly pictures follow the prompt; 1 is no guidance.
+        guidance: How strongly pictures follow the prompt; 1 is no guidance. By default 2, or 1 for a model that has
+            learned its guidance.
         solver: multistep, euler, heun, midpoint or dpm2m.
         routing: Which experts make a picture: top1 (the default), topk, full, threshold, sample or by_time.
         top_k: How many, for topk, 2 by default; this alone chooses topk.
@@ -135,6 +136,8 @@ def sample(
         about = _notes({"model": pipe.index.hash[:12], "seeds from": seed, **made.settings})
         save_picture(draw_grid(shown, [text for text, _ in jobs[: len(shown)]], f"{what} · {about}"), out / "grid.png")
         print(f"{out}: {len(jobs)} pictures of {len(texts)} prompts, and grid.png")
+        if guidance is None and "learned_guidance" in made.settings:
+            print(f"the model has learned guidance of {made.settings['learned_guidance']}: none was added to it")
         if trace:
             write_json(out / "trace.json", {"model": pipe.index.hash, "experts": pipe.objectives, "images": traces})
             save_picture(draw_traces(panels), out / "trace.png")

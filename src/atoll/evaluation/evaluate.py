@@ -53,7 +53,7 @@ class Sampling:
     """How pictures are made."""
 
     routing: str = defaults.ROUTING  # also oracle: the expert of the cluster that the caption's picture is in
-    guidance: float = defaults.GUIDANCE
+    guidance: float | None = None  # None: as the model wants it
     steps: int = defaults.STEPS
     solver: str = defaults.SOLVER  # also ancestral and ddim, for one expert on its own schedule
     conversion: str | None = None
@@ -97,6 +97,7 @@ class Asked:
             assert isinstance(images, Tensor)
             return images
         prompts, times = Prompts.encode(self.pipe.text_encoder, captions, ""), uniform_times(how.steps)
+        assert how.guidance is not None
         guidance = Guidance(how.guidance)
         if how.solver in SAMPLERS:
             latents = generate_native(self._native, prompts, seeds, how.solver, times, guidance)
@@ -311,7 +312,7 @@ class Evaluation:
             "name": contender.name,
             "hash": pipe.index.hash,
             "experts": list(pipe.objectives),
-            "sampling": asdict(contender.sampling),
+            "sampling": asdict(_resolved(contender.sampling, pipe)),
             "num": settings.num,
             "seeds": settings.seeds,
             "figures": figures,
@@ -354,7 +355,7 @@ class Evaluation:
     def _asked(
         self, pipe: AtollPipeline, contender: Contender, places: NDArray[np.int64], first_seed: int, prompts: str
     ) -> Asked:
-        sampling, clusters = contender.sampling, None
+        sampling, clusters = _resolved(contender.sampling, pipe), None
         about = {
             "model": pipe.index.hash,
             "experts": list(pipe.objectives),
@@ -404,6 +405,10 @@ class Evaluation:
         pictures = np.concatenate(list(self._pictures(self._ask_varied(pipe, contender), contender)))
         each = self.settings.each
         return self.yardstick.measure_groups(pictures[i : i + each] for i in range(0, len(pictures), each))
+
+
+def _resolved(sampling: Sampling, pipe: AtollPipeline) -> Sampling:
+    return replace(sampling, guidance=pipe.guidance) if sampling.guidance is None else sampling
 
 
 def count_flops(asked: Asked) -> float:

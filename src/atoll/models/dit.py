@@ -313,7 +313,7 @@ class DiT(Trunk):
     config: DiTConfig
     config_class = DiTConfig
     card_keys = frozenset(
-        ("objective", "latent_space", "text_encoder", "data", "training", "init", "license", "calibration")
+        ("objective", "latent_space", "text_encoder", "data", "training", "init", "license", "calibration", "guidance")
     )  # see expert.py
 
     def __init__(self, config: DiTConfig) -> None:

@@ -5,6 +5,7 @@ EXPERT/model.safetensors        the weights (averaged over training)
 EXPERT/calibration.safetensors  what was measured on held-out data of its cluster, if config.json says so
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ class Expert:
     license: str = "unknown"
     calibration: Calibration | None = None
     prior: TextPrior | None = None  # what the calibration draws to; the cluster's mean if there is none
+    guidance: float = 1.0  # that it has learned, so that none is needed to sample; 1: none
 
     def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
         """How its outputs become canonical velocities."""
@@ -66,6 +68,7 @@ class Expert:
             "init": None if self.init is None else dict(self.init),
             "license": self.license,
             "calibration": None if self.calibration is None else CALIBRATION,
+            **({} if self.guidance == 1 else {"guidance": self.guidance}),
         }
         self.network.card = card
         self.network.save_pretrained(folder)
@@ -86,7 +89,16 @@ class Expert:
         objective = build(Objective, card.pop("objective"), f"the objective in {path / CONFIG}")
         if calibration is not None and list(calibration.mean.shape) != shape:
             raise InputError(f"{path / CALIBRATION} is of latents {list(calibration.mean.shape)}, not {shape}")
-        return cls(network=network, objective=objective, **{**card, "calibration": calibration, "prior": prior})
+        card |= {"calibration": calibration, "prior": prior, "guidance": learned_guidance(card, path / CONFIG)}
+        return cls(network=network, objective=objective, **card)
+
+
+def learned_guidance(card: Mapping[str, Any], where: Path) -> float:
+    """What a card says of guidance; most say nothing, and have learned none."""
+    found = card.get("guidance", 1.0)
+    if type(found) not in (int, float) or not 0 < found < math.inf:
+        raise InputError(f"{where} is damaged, its 'guidance' is {found!r:.60}: copy it again from its source")
+    return float(found)
 
 
 def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:

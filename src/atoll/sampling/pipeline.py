@@ -30,6 +30,7 @@ from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, unknown
 from atoll.files import read_json
+from atoll.models.expert import learned_guidance
 from atoll.models.store import CONFIG, DTYPES, WEIGHTS
 from atoll.sampling import defaults
 from atoll.sampling.assemble import (
@@ -159,6 +160,11 @@ class AtollPipeline:
         return tuple(name if name and present else "missing" for name, present in found)
 
     @property
+    def guidance(self) -> float:
+        """With which pictures are made unless one asks for another: none on top of what the experts have learned."""
+        return defaults.GUIDANCE if set(self.learned_guidance) == {1.0} else 1.0
+
+    @property
     def interrupt(self) -> bool:
         return self._interrupt
 
@@ -174,7 +180,20 @@ class AtollPipeline:
             None if part is None else self._open_expert(self.folder / part["folder"], part["cluster"])
             for part in self.index.experts
         ]
-        return Ensemble(experts, self.router, max_resident=self.max_resident)
+        ensemble = Ensemble(experts, self.router, max_resident=self.max_resident)
+        self.learned_guidance = tuple(
+            learned_guidance(read_json(expert.path / CONFIG, "copy it again from its source"), expert.path / CONFIG)
+            for expert in experts
+            if expert is not None
+        )
+        if len(set(self.learned_guidance)) > 1:
+            told = ", ".join(f"{scale:g}" for scale in self.learned_guidance)
+            warnings.warn(
+                f"the experts of {self.folder} have learned guidance of {told}: whatever one asks for is on top of it, "
+                "so distil them alike",
+                stacklevel=2,
+            )
+        return ensemble
 
     def _open_expert(self, path: Path, cluster: int | None) -> FolderExpert | None:
         """An expert, as far as can be told without reading its weights; None if its folder is not there."""
@@ -205,7 +224,7 @@ class AtollPipeline:
         *,
         negative_prompt: str | Sequence[str] | None = None,
         num_inference_steps: int = defaults.STEPS,
-        guidance_scale: float = defaults.GUIDANCE,
+        guidance_scale: float | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         seed: int | Sequence[int] | None = None,
@@ -223,6 +242,7 @@ class AtollPipeline:
     ) -> Samples:
         """Images of prompts. The same prompt and seed give the same image, whatever else is made with it.
 
+        Without a `guidance_scale` it is 2, or 1 for a model that has learned its guidance (`atoll distill --guidance`).
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
         seeds are drawn from the generator, or from torch's own. `routing` is top1, or topk where `top_k` is given, or
         threshold where that is; the router is asked at every `route_every`-th evaluation, and no more about a sample
@@ -236,7 +256,7 @@ class AtollPipeline:
         batch_size = _whole("batch_size", batch_size)
         steps = _whole("the number of steps", num_inference_steps, most=MOST_STEPS)
         seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
-        guidance = Guidance(_number("the guidance scale", guidance_scale))
+        guidance = Guidance(self.guidance if guidance_scale is None else _number("the guidance scale", guidance_scale))
         chosen = self._routing(routing, top_k, threshold, route_every, confident)
         get_solver(solver)
         times = uniform_times(steps)
@@ -277,6 +297,8 @@ class AtollPipeline:
             "conversion": None if self.conversion is None else self.conversion.value,
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
+        if set(self.learned_guidance) != {1.0}:
+            settings["learned_guidance"] = ", ".join(f"{scale:g}" for scale in sorted(set(self.learned_guidance)))
         present = zip(self.ensemble.names, self.ensemble.present.tolist(), strict=True)
         if missing := [name for name, here in present if not here]:
             settings["missing"] = missing

@@ -27,7 +27,7 @@ from atoll.training.captioned import CaptionedTask
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
 from atoll.training.rows import refuse_inside
-from atoll.training.settings import ExpertSettings
+from atoll.training.settings import DistillSettings, ExpertSettings
 
 JUDGED, JUDGED_AT_THE_END = 512, 2048
 IN_A_PICTURE = 12
@@ -36,7 +36,15 @@ IN_A_PICTURE = 12
 class ExpertTask(CaptionedTask):
     """(x_t, t, text) -> what the objective asks for."""
 
-    def __init__(self, data: Dataset, settings: ExpertSettings, device: torch.device, init: Path | None = None) -> None:
+    guidance = Guidance(2.0)  # of the pictures that a run shows
+
+    def __init__(
+        self,
+        data: Dataset,
+        settings: ExpertSettings | DistillSettings,
+        device: torch.device,
+        init: Path | None = None,
+    ) -> None:
         super().__init__(data, settings, device)
         self.settings = settings
         self.objective = settings.resolved_objective
@@ -121,7 +129,7 @@ class ExpertTask(CaptionedTask):
         null = self.text.encode(self.null_ids.to(self.device))
         ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])
         prompts = Prompts.of(tokens, mask, *null)
-        latents = generate(ensemble, prompts, range(len(shown)), guidance=Guidance(2.0), times=uniform_times(24))
+        latents = generate(ensemble, prompts, range(len(shown)), guidance=self.guidance, times=uniform_times(24))
         made = pictures_of(codec.decode(latents))
         captions = self.rows.data.texts("caption", shown)
         title = f"{self.rows.name}, {self.settings.objective}"

@@ -5,7 +5,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
 
 from atoll.config import build
 from atoll.errors import InputError, unknown
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait
 
 PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("constant", "cosine")
+TEACHERS = ("label", "router", "top1", "top2")
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
 
 
@@ -149,7 +152,7 @@ class ExpertSettings(Settings):
     """An expert's run, or the monolith's."""
 
     objective: str = "fm"
-    """fm, fm-logit-normal, ddpm, x0 or v."""
+    """fm, fm-logit-normal, ddpm, ddpm-min-snr (better in short runs), x0 or v."""
     schedule: str | None = None
     """Instead of the objective's own: linear, cosine, ddpm or ddpm-scaled."""
     weighting: str | None = None
@@ -172,19 +175,55 @@ class RouterSettings(Settings):
     """Whether the router sees the text; without, it is the paper's, which can only guess at high noise."""
 
 
+@dataclass(frozen=True)
+class DistillSettings(Settings):
+    """A student's run: it learns flow matching, whatever its teachers have learned."""
+
+    model: Annotated[str, tyro.conf.arg(name="student", aliases=("--model",))] = "mini"
+    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: b/2 is a fifth of the paper's expert."""
+    objective: str = "fm"
+    """fm, or fm-logit-normal for more times in the middle."""
+    teacher: str = "label"
+    """Who teaches a picture: the expert of its cluster (label), all by the router's weights (router), top1 or top2."""
+    guidance: float = 1.0
+    """The guidance to learn with the velocity, so that sampling needs one pass a step in place of two; 1 is none."""
+    max_resident: int | None = None
+    """How many experts of the teacher may be in memory at a time; all by default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective not in ("fm", "fm-logit-normal"):
+            raise unknown("objective of a student", self.objective, ("fm", "fm-logit-normal"))
+        if self.teacher not in TEACHERS:
+            raise unknown("teacher", self.teacher, TEACHERS)
+        if not 0 < self.guidance < math.inf:
+            raise InputError(f"guidance must be above 0 and finite, but is {self.guidance!r}")
+        if self.max_resident is not None:
+            _at_least(self, "max_resident", 1)
+
+    @property
+    def resolved_objective(self) -> "Objective":
+        from atoll.diffusion.objective import get_objective
+
+        return get_objective(self.objective)
+
+
 MAY_CHANGE = frozenset(
     (
-        *("steps", "device", "threads", "micro_batch", "checkpointing", "compile"),
+        *("steps", "device", "threads", "micro_batch", "checkpointing", "compile", "max_resident"),
         *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
     )
 )
 """What may differ when a run is resumed; all else would make it another run. Micro-batches round otherwise, no more."""
 
+TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
+"""Of a recipe."""
+
 S = TypeVar("S", bound=Settings)
 
 
 def read_recipe(path: Path, cls: type[S]) -> S:
-    """The settings in a recipe file: its [expert] or [router] table, and the keys above both, which are for both."""
+    """The settings in a recipe file: of its table [expert], [router] or [student], and the keys above, for all."""
     return read_settings(read_toml(path), cls, str(path))
 
 
@@ -197,13 +236,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     """From what a recipe holds; `where` names it in messages."""
-    tables: dict[str, dict[str, Any]] = {name: content.get(name, {}) for name in ("expert", "router")}
+    tables: dict[str, dict[str, Any]] = {name: content.get(name, {}) for name in TABLES}
     shared = {name: value for name, value in content.items() if name not in tables}
-    for name, known in (("expert", ExpertSettings), ("router", RouterSettings)):
+    for name, known in TABLES.items():
         if not isinstance(tables[name], dict):
             raise InputError(f"{name} in {where} must be a table: write [{name}]")
         build(known, {**shared, **tables[name]}, f"[{name}] of {where}")  # a wrong key is found, whoever reads
-    table = "router" if cls is RouterSettings else "expert"
+    table = next(name for name, known in TABLES.items() if known is cls)
     return build(cls, {**shared, **tables[table]}, f"[{table}] of {where}")
 
 

@@ -1,0 +1,212 @@
+"""An ensemble, its students, and a monolith of a student's size and steps: quality and seconds an image.
+
+    atoll demo --out demo
+    python benchmarks/distill.py demo/model demo/data --out distilled --steps 800 --batch 32 --lr 3e-3
+
+    atoll prepare ... --out data && atoll partition data --experts 4       # any pictures with captions
+    atoll train-all data --router --out run && atoll assemble run --data data --out model
+    python benchmarks/distill.py model data --out distilled --student s/2 --metrics frechet flops
+
+For each seed of training: a student by label, one by each other of --teachers, one by label that learns the guidance,
+a monolith of as many steps and the same batch, and with --more-batch N another with a batch N times as large (DDM's
+comparison has 4). All begin from random weights. Figures are the mean and the deviation over seeds; the ensemble is
+one, so its deviation is that of the noise it draws from. Guided students are sampled with no guidance on top.
+
+The same command goes on after any end: what is trained, drawn and measured is not done again. Seconds are taken in
+turns, a batch of each model a round, and depend on what else the machine does; FLOPs are counted and do not.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from atoll.data.shards import Dataset
+from atoll.evaluation.comparison import name_of, with_error
+from atoll.evaluation.evaluate import Contender, Evaluation, Sampling
+from atoll.evaluation.yardstick import Settings as Measured
+from atoll.files import read_json, write_json, write_whole
+from atoll.sampling.assemble import INDEX, assemble
+from atoll.sampling.pipeline import AtollPipeline
+from atoll.training.everyone import job_of
+from atoll.training.fleet import Job, find_slots, run_jobs
+from atoll.training.settings import DistillSettings, ExpertSettings
+
+AT_A_TIME = 16
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: how it is trained (None: it is the teacher), and with which guidance it draws."""
+
+    name: str
+    training: DistillSettings | ExpertSettings | None
+    guidance: float
+
+
+def entries_of(args: argparse.Namespace) -> list[Entry]:
+    shared: dict[str, Any] = {
+        "model": args.student, "steps": args.steps, "batch": args.batch, "lr": args.lr, "lr_schedule": "cosine",
+        "eval_every": args.steps, "save_every": max(1, args.steps // 8), "sample_every": 0, "device": args.device,
+    }  # fmt: skip
+    found = [Entry("ensemble", None, args.guidance)]
+    for by in args.teachers:
+        found.append(Entry(f"student by {by}", DistillSettings(**shared, teacher=by), args.guidance))
+    guided = DistillSettings(**shared, guidance=args.guidance)
+    found.append(Entry(f"student by label, guidance {args.guidance:g} learned", guided, 1.0))
+    found.append(Entry("monolith", ExpertSettings(**shared), args.guidance))
+    if args.more_batch > 1:
+        large = replace(ExpertSettings(**shared), batch=args.batch * args.more_batch)
+        found.append(Entry(f"monolith, {args.more_batch} times the batch", large, args.guidance))
+    return found
+
+
+class Comparison:
+    """All of it, for one teacher and one data set."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.entries = args, entries_of(args)
+        self.seeds = range(args.seeds)
+
+    def folder_of(self, entry: Entry, seed: int, kind: str) -> Path:
+        name = entry.name.replace(",", "").replace(" ", "-")
+        return self.args.out / f"seed_{seed}" / kind / name
+
+    def model_of(self, entry: Entry, seed: int) -> Path:
+        return self.args.model if entry.training is None else self.folder_of(entry, seed, "models")
+
+    def train(self) -> None:
+        jobs = [self._job(entry, seed) for seed in self.seeds for entry in self.entries if entry.training is not None]
+        run_jobs(jobs, find_slots(self.args.device), environment={"OMP_NUM_THREADS": "1"})
+        for seed in self.seeds:
+            for entry in self.entries:
+                folder = self.model_of(entry, seed)
+                if not (folder / INDEX).exists():
+                    assemble([self.folder_of(entry, seed, "parts")], None, folder, self.args.data)
+
+    def _job(self, entry: Entry, seed: int) -> Job:
+        assert entry.training is not None
+        verb = ["train", str(self.args.data), "--cluster", "all"]
+        if isinstance(entry.training, DistillSettings):
+            verb = ["distill", str(self.args.model), str(self.args.data)]
+        settings = replace(entry.training, seed=seed)
+        return job_of(f"seed {seed} {entry.name}", verb, self.folder_of(entry, seed, "parts"), settings)
+
+    def judge(self) -> dict[str, list[dict[str, Any]]]:
+        """The figures of each entry, a seed each."""
+        found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in self.entries}
+        for seed in self.seeds:
+            args = self.args
+            measured = Measured(
+                num=args.num, first_seed=seed, features=tuple(args.features), metrics=tuple(args.metrics),
+                device=args.device,
+            )  # fmt: skip
+            evaluation = Evaluation(args.data, args.out / "evaluation", measured)
+            for entry in self.entries:
+                sampling = Sampling(guidance=entry.guidance, steps=args.sampling_steps)
+                contender = Contender(f"{entry.name}, seed {seed}", self.model_of(entry, seed), sampling)
+                found[entry.name].append(evaluation.judge(contender)["figures"])
+        return found
+
+    def clock(self) -> dict[str, list[float]]:
+        """Seconds an image of each entry in each round, of the first seed's models."""
+        path = self.args.out / "seconds.json"
+        about = {"rounds": self.args.rounds, "steps": self.args.sampling_steps, "guidance": self.args.guidance}
+        if path.exists() and (before := read_json(path, f"remove {path}"))["about"] == about:
+            seconds: dict[str, list[float]] = before["seconds"]
+            return seconds
+        pipes = {
+            entry: AtollPipeline.from_pretrained(self.model_of(entry, 0), device=self.args.device)
+            for entry in self.entries
+        }
+        prompts = Dataset.open(self.args.data).texts("caption", range(AT_A_TIME))
+        seconds = {entry.name: [] for entry in self.entries}
+        for turn in tqdm(range(self.args.rounds + 1), desc="clock", unit=" rounds"):
+            for entry, pipe in pipes.items():
+                begun = time.perf_counter()
+                pipe(
+                    prompts, seed=list(range(AT_A_TIME)), guidance_scale=entry.guidance, output_type="latent",
+                    num_inference_steps=self.args.sampling_steps, progress=False,
+                )  # fmt: skip
+                if turn:  # the first reads the weights
+                    seconds[entry.name].append((time.perf_counter() - begun) / AT_A_TIME)
+        write_json(path, {"about": about, "seconds": seconds})
+        return seconds
+
+
+def over_seeds(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    combined = {}
+    for key in found[0]:
+        values = [float(figures[key]["value"]) for figures in found]
+        error = statistics.stdev(values) if len(values) > 1 else None
+        combined[key] = {"value": statistics.mean(values), "error": error, "values": values}
+    return combined
+
+
+def table_of(entries: Sequence[Entry], figures: Mapping[str, Any], seconds: Mapping[str, Sequence[float]]) -> str:
+    keys = list(next(iter(figures.values())))
+    lines = [f"| | {' | '.join(name_of(key) for key in keys)} | seconds an image |", "|---" * (len(keys) + 2) + "|"]
+    for entry in entries:
+        cells = [with_error(key, figures[entry.name][key]) for key in keys]
+        lines.append(f"| {entry.name} | {' | '.join(cells)} | {statistics.median(seconds[entry.name]):.4f} |")
+    return "\n".join(lines)
+
+
+def cost_of_learning(figures: Mapping[str, Any], seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """What it does to a student to have learned its guidance, beside its twin that is guided."""
+    (learned,) = (name for name in figures if "learned" in name)
+    twin = "student by label"
+    lines = []
+    for key, figure in figures[learned].items():
+        if guided := figures[twin][key]["value"]:
+            lines.append(f"{name_of(key)}, guidance learned / guided: {figure['value'] / guided:.3f}")
+    pairs = zip(seconds[learned], seconds[twin], strict=True)
+    return [*lines, f"seconds an image, the same: {statistics.median(a / b for a, b in pairs):.3f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="the teacher, which `atoll assemble` has made")
+    parser.add_argument("data", type=Path, help="what it was trained on, partitioned")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--student", default="mini")
+    parser.add_argument("--teachers", nargs="+", default=["label", "router"], help="label must be among them")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--more-batch", type=int, default=1)
+    parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--sampling-steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--num", type=int, default=1000)
+    parser.add_argument("--features", nargs="+", default=["simple"])
+    parser.add_argument("--metrics", nargs="+", default=["frechet", "accuracy", "flops"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    if "label" not in args.teachers:
+        parser.error("label must be among --teachers: the student with learned guidance is compared with it")
+    torch.set_num_threads(1)
+    comparison = Comparison(args)
+    comparison.train()
+    figures = {name: over_seeds(found) for name, found in comparison.judge().items()}
+    seconds = comparison.clock()
+    told = "\n".join([table_of(comparison.entries, figures, seconds), "", *cost_of_learning(figures, seconds)])
+    asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    write_json(args.out / "results.json", {"asked": asked, "figures": figures, "seconds": seconds})
+    write_whole(args.out / "results.md", lambda staged: staged.write_text(told + "\n", encoding="utf-8"))
+    print(told)
+
+
+if __name__ == "__main__":
+    main()

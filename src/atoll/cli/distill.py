@@ -1,0 +1,50 @@
+"""`atoll distill`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from atoll.training.settings import DistillSettings
+
+
+def distill(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    out: Path,
+    settings: Annotated[DistillSettings, tyro.conf.arg(name="")],
+    init: Path | None = None,
+    allow_missing: bool = False,
+    recipe: Path | None = None,
+    dry_run: bool = False,
+) -> None:
+    """Teach one dense model what an ensemble knows, so that sampling costs as much as one model.
+
+    Interrupted, the same command goes on. The result is an expert like any other, of all of the data.
+
+    For example:
+      atoll distill model data --student b/2 --out dense
+      atoll distill model data --student mini --guidance 4 --out dense
+      atoll distill model data --teacher router --max-resident 1 --init model/expert_0 --out dense
+      atoll assemble dense --data data --out dense-model
+
+    Args:
+        model: The teacher: a folder that `atoll assemble` has made, or a hub id.
+        data: A folder that `atoll prepare` has made; `atoll partition` too, where the teacher goes by label.
+        out: The folder to make: the student, its metrics and the state to resume from.
+        settings: How to train.
+        init: A folder with first weights: an expert of the teacher, or what `atoll convert` has made.
+        allow_missing: Do without experts that the teacher lacks: pictures of their clusters are left out, or what the
+            router gives to them goes to the others.
+        recipe: A TOML file with settings in a table [student]; flags win over it.
+        dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
+    """
+    from atoll.training.distill import distill as train_student
+    from atoll.training.distill import preview_student
+
+    del recipe  # read before the flags were: main.py
+    if dry_run:
+        told = preview_student(model, data, settings, init, allow_missing)
+    else:
+        told = train_student(model, data, settings, out, init, allow_missing)
+    print(*told, sep="\n")

@@ -1,0 +1,349 @@
+"""One dense student of a whole ensemble: `atoll distill`.
+
+The student learns the teacher's velocity at x_t = (1 - t) x0 + t eps of real pictures. Taught by label, a picture of
+cluster k is taught by expert k alone. What the squared error then leads to is the mean over k given what the student
+sees, the sum over k of p(k | x_t, t, text) u_k(x_t, t, text), which is Eq. 1 with the perfect router: no router is
+asked, and one expert a picture is run.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from atoll.data.shards import Dataset
+from atoll.diffusion.guidance import Guidance
+from atoll.diffusion.schedules import LINEAR
+from atoll.errors import InputError
+from atoll.files import read_json
+from atoll.models.expert import Expert
+from atoll.models.store import CONFIG, WEIGHTS
+from atoll.sampling.assemble import ModelIndex, find_model
+from atoll.sampling.ensemble import Ensemble
+from atoll.sampling.expert import FolderExpert, Prompts
+from atoll.sampling.pipeline import AtollPipeline
+from atoll.sampling.routing import Routing
+from atoll.training.expert import JUDGED, JUDGED_AT_THE_END, ExpertTask
+from atoll.training.loop import Tensors, train
+from atoll.training.preview import preview
+from atoll.training.rows import Rows, refuse_inside, spread_times
+from atoll.training.settings import DistillSettings
+
+ROUTINGS = {
+    "label": Routing("oracle"),
+    "router": Routing("full"),
+    "top1": Routing("top1"),
+    "top2": Routing("topk", k=2),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """An ensemble as a student asks it: canonical (x_t, t), the text and the expert of each sample -> its velocity."""
+
+    ensemble: Ensemble
+    routing: Routing
+    guidance: Guidance = field(default_factory=Guidance)
+    places: Mapping[int, int] | None = None  # of each cluster's expert; None: labels are places
+    about: Mapping[str, Any] = field(default_factory=dict)  # for the student's card
+
+    @classmethod
+    def open(cls, folder: Path, index: ModelIndex, settings: DistillSettings, device: torch.device) -> "Teacher":
+        """From a model folder; experts come into memory when they are first asked."""
+        by_label = settings.teacher == "label" and index.num_experts > 1
+        missing = missing_experts(folder, index)
+        if not by_label and index.num_experts > 1 and index.router is None:
+            raise InputError(f"{folder} has no router: use --teacher label")
+        with warnings.catch_warnings():
+            if by_label:
+                warnings.filterwarnings("ignore", "expert_.* missing")  # nothing goes to the others
+            pipe = AtollPipeline(folder, max_resident=settings.max_resident, device=device)
+        learned = set(pipe.learned_guidance)
+        if len(learned) > 1:
+            raise InputError(f"the experts of {folder} have learned different guidance: a student needs one for all")
+        about = {
+            "name": folder.resolve().name,
+            "hash": index.hash,
+            "experts": list(pipe.objectives),
+            "license": index.license,
+            "missing": missing,
+            "by": settings.teacher,
+            "guidance": settings.guidance,
+            "learned_guidance": learned.pop(),
+        }
+        places = places_of(folder, index) if by_label else None
+        return cls(pipe.ensemble, ROUTINGS[settings.teacher], Guidance(settings.guidance), places, about)
+
+    @property
+    def by_label(self) -> bool:
+        """Whether it matters in which cluster a picture is."""
+        return self.routing.name == "oracle" and self.ensemble.num_experts > 1
+
+    @property
+    def learned_guidance(self) -> float:
+        """What a student of it will have learned: guidance multiplies, for it leaves the null text as it is."""
+        return self.guidance.scale * float(self.about.get("learned_guidance", 1.0))
+
+    def velocity(
+        self,
+        x: Tensor,
+        t: Tensor,
+        text: tuple[Tensor, Tensor] | None = None,
+        null: tuple[Tensor, Tensor] | None = None,
+        experts: Tensor | None = None,
+    ) -> Tensor:
+        """dx/dt at canonical (x, t), guided away from the `null` text; `experts`[B] teach by label."""
+        prompts = None if text is None else Prompts.of(*text, *(null or ()))
+        mixture = self.ensemble.mix(prompts, routing=self.routing, guidance=self.guidance, labels=experts)
+        device = x.device.type
+        # Casts of weights that may leave memory are not worth keeping.
+        with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
+            u = mixture(x, t)
+        failed = (self.ensemble.present & ~mixture.present).any(0).nonzero().flatten().tolist()
+        if failed:
+            raise InputError(
+                f"{self.ensemble.names[failed[0]]} of the teacher gives values that are not finite, and nobody can "
+                "learn from it: use smaller guidance, or a teacher without it"
+            )
+        return u
+
+    def resident_bytes(self) -> int:
+        """Of the weights that are in memory at a time, at most."""
+        experts = [expert for expert in self.ensemble.shelf.experts if isinstance(expert, FolderExpert)]
+        sizes = sorted(((expert.path / WEIGHTS).stat().st_size for expert in experts), reverse=True)
+        router = self.ensemble.router
+        tensors = router.state_dict().values() if isinstance(router, nn.Module) else ()
+        return sum(sizes[: self.ensemble.shelf.max_resident]) + sum(w.numel() * w.element_size() for w in tensors)
+
+
+def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
+    """Those that were never there, and those whose folders are not."""
+    return [
+        f"expert_{k}" for k, part in enumerate(index.experts) if part is None or not (folder / part["folder"]).exists()
+    ]
+
+
+def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
+    """The number of the expert of each cluster, of those that are there."""
+    missing, places = missing_experts(folder, index), dict[int, int]()
+    for k, part in enumerate(index.experts):
+        if part is None or f"expert_{k}" in missing:
+            continue
+        cluster = part["cluster"]
+        if cluster is None or cluster in places:
+            why = "does not say of which cluster it is" if cluster is None else f"is a second one of cluster {cluster}"
+            raise InputError(f"{folder / part['folder']} {why}: use --teacher router, which needs no labels")
+        places[cluster] = k
+    return places
+
+
+class DistillTask(ExpertTask):
+    """(x_t, t, text) -> the teacher's velocity."""
+
+    def __init__(
+        self,
+        data: Dataset,
+        settings: DistillSettings,
+        device: torch.device,
+        teacher: Teacher,
+        init: Path | None = None,
+        allow_missing: bool = False,
+    ) -> None:
+        super().__init__(data, settings, device, init)
+        self.teacher = teacher
+        self.learned_guidance = teacher.learned_guidance
+        if self.learned_guidance != 1:
+            self.guidance = Guidance()
+        self.experts = self._experts_of_rows(allow_missing)
+        self.null: tuple[Tensor, Tensor] | None = None
+        if teacher.guidance.scale != 1:
+            self.null = self.text.encode(self.null_ids.to(device))
+        self._held_out: dict[int, list[Tensor]] = {}
+        theirs = teacher.about.get("license")
+        if theirs not in (None, "unknown", self.license):
+            self.license = f"{self.license} (data), {theirs} (teacher)"
+
+    def _experts_of_rows(self, allow_missing: bool) -> Tensor:
+        """Who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
+        rows, places = self.rows, self.teacher.places
+        if not self.teacher.by_label:
+            return torch.zeros(len(rows.data), dtype=torch.long)
+        clusters = rows.data.clusters()
+        numbers = np.unique(clusters)
+        found = {int(k): int(k) for k in numbers if k < self.teacher.ensemble.num_experts} if places is None else places
+        untaught = [int(k) for k in numbers if int(k) not in found]
+        if untaught and not allow_missing:
+            listed = ", ".join(map(str, untaught))
+            raise InputError(
+                f"the teacher has no expert of cluster {listed} of {rows.data.folder}: give the data of its experts, "
+                "--allow-missing to leave these pictures out, or --teacher router"
+            )
+        experts = np.array([found.get(k, -1) for k in range(int(numbers.max()) + 1)], np.int64)[clusters]
+        taught = experts >= 0
+        rows.train, rows.held_out = (part[taught[part]] for part in (rows.train, rows.held_out))
+        if not len(rows.train):
+            raise InputError(f"the teacher has no expert of any cluster of {rows.data.folder}: use --teacher router")
+        if not len(rows.held_out):
+            rows.measured_on = "training rows, for none that is taught was held out"
+        self.num_rows = len(rows.train)
+        return torch.from_numpy(experts)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return super().frozen_bytes + self.teacher.resident_bytes()
+
+    def describe(self) -> dict[str, Any]:
+        teacher = {key: value for key, value in self.teacher.about.items() if key != "name"}  # its hash is its name
+        return {**super().describe(), "teacher": teacher}
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        """Also who teaches each. Those of one teacher come together, so that it is in memory once a step, however
+        small the micro-batches are; the noise that meets them does not know them."""
+        teachers = self.experts[self.rows.train[rows]].numpy()
+        at, latents, ids = super().read(rows[np.argsort(teachers, kind="stable")])
+        return at, latents, ids, self.experts[at]
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        (rows, x0, ids, experts), (t, eps, dropped) = batch, drawn
+        text = self.encode(ids, dropped, rows)
+        alpha, sigma, _, _ = LINEAR(t).over(x0)
+        x = alpha * x0 + sigma * eps
+        # A dropped text is the null text, which guidance leaves as it is: so the student can still be guided further.
+        target = self.teacher.velocity(x, t, text, self.null, experts)
+        return squared_error(network(x, t, *text), target)
+
+    def evaluate(self) -> Mapping[str, Any]:
+        return {**super().evaluate(), "held_out_teacher": self.loss_to_teacher(JUDGED)}
+
+    @torch.no_grad()
+    def loss_to_teacher(self, num: int) -> float:
+        """How far the student is from its teacher on held-out rows, always at the same noise and times."""
+        chosen = np.resize(self.rows.judged_by(num), num)
+        chosen = chosen[np.argsort(self.experts[chosen].numpy(), kind="stable")]
+        generator = torch.Generator().manual_seed(0)
+        t = LINEAR.inside(spread_times(num, generator))
+        ask = num not in self._held_out  # the teacher says the same each time
+        targets = self._held_out.setdefault(num, [])
+        losses = []
+        for i, first in enumerate(range(0, num, self.at_a_time)):
+            at = chosen[first : first + self.at_a_time]
+            x0, times = self.rows.latents(at), t[first : first + self.at_a_time]
+            alpha, sigma, _, _ = LINEAR(times).over(x0)
+            x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(self.device)
+            times = times.to(self.device)
+            text = self.rows.encode(self.text, self.rows.tokens(at).to(self.device), torch.from_numpy(at))
+            if ask:
+                targets.append(self.teacher.velocity(x, times, text, self.null, self.experts[at]).cpu())
+            losses.append(squared_error(self.network(x, times, *text).float().cpu(), targets[i]))
+        return float(torch.cat(losses).mean())
+
+    def as_expert(self, training: Mapping[str, Any]) -> Expert:
+        return replace(super().as_expert(training), guidance=self.learned_guidance)
+
+    def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
+        """Measure against the teacher as well as against the data, and write the student as an expert."""
+        apart = self.loss_to_teacher(JUDGED_AT_THE_END)
+        about = {**self.teacher.about, "held_out_loss": apart}
+        super().finish(folder, {**training, "teacher": about})
+        assert self.judgement is not None
+        told = [
+            f"a student of {about.get('name', 'its teacher')}: {apart:.4f} from it, loss {self.judgement.loss:.4f} "
+            f"against the pictures themselves, on {self.rows.measured_on}"
+        ]
+        if self.learned_guidance != 1:
+            told.append(
+                f"it has learned guidance of {self.learned_guidance:g}: sample it with --guidance 1, the default"
+            )
+        return [*told, f"next: atoll assemble {folder} --data {self.rows.data.folder} --out MODEL"]
+
+
+def squared_error(one: Tensor, other: Tensor) -> Tensor:
+    """The mean over each sample: [B]."""
+    return ((one - other) ** 2).flatten(1).mean(1)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def preview_student(
+    model: str | Path, data: Path, settings: DistillSettings, init: Path | None = None, allow_missing: bool = False
+) -> Sequence[str]:
+    """What `distill` would do, and what it would take."""
+    return preview(_maker(model, data, settings, init, allow_missing), settings)
+
+
+def distill(
+    model: str | Path,
+    data: Path,
+    settings: DistillSettings,
+    out: Path,
+    init: Path | None = None,
+    allow_missing: bool = False,
+    progress: bool = True,
+) -> Sequence[str]:
+    """A student of a model; the folder `out` is an expert of all of the data when it is finished."""
+    refuse_inside(out, data)
+    if out.resolve().is_relative_to(Path(model).resolve()):
+        raise InputError(f"{out} lies within {model}: choose an --out outside of the teacher")
+    return train(_maker(model, data, settings, init, allow_missing), settings, out, progress)
+
+
+def _maker(
+    model: str | Path, data: Path, settings: DistillSettings, init: Path | None, allow_missing: bool
+) -> Callable[[torch.device], DistillTask]:
+    """What makes the task, after all was compared that can be without reading weights."""
+    folder = find_model(model)
+    index, dataset = ModelIndex.read(folder), Dataset.open(data)
+    _check_fit(folder, index, dataset)
+    missing = missing_experts(folder, index)
+    if missing and not allow_missing:
+        raise InputError(f"{folder} lacks {', '.join(missing)}: assemble it with all experts, or give --allow-missing")
+    if settings.teacher == "label" and index.num_experts > 1:
+        _check_labels(folder, index, dataset)
+
+    def make(device: torch.device) -> DistillTask:
+        teacher = Teacher.open(folder, index, settings, device)
+        return DistillTask(dataset, settings, device, teacher, init, allow_missing)
+
+    return make
+
+
+def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
+    """Refuse data of other latents or other texts than the teacher's."""
+    ours, theirs = (list(shape) for shape in (data.about["latent_shape"], index.latent_space["shape"]))
+    if ours != theirs:
+        raise InputError(
+            f"{data.folder} has latents {ours}, but {folder} makes {theirs}: prepare the data with its codec and size"
+        )
+    for what, here, there in (
+        ("codec", data.about["codec"], index.latent_space["codec"]),
+        ("text encoder", data.about["text"], index.text_encoder),
+    ):
+        if any(here.get(key) != there.get(key) for key in ("fingerprint", "dtype")):
+            one, other = (f"{about.get('spec')}, {str(about.get('fingerprint'))[:8]}" for about in (here, there))
+            raise InputError(
+                f"{data.folder} does not fit: its {what} ({one}) is not that of {folder} ({other}), so give the data "
+                "that the model was trained on, or prepare others in the same way"
+            )
+
+
+def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
+    """Warn where the clusters of the data may be others than those of the experts."""
+    clusters = set(data.clusters().tolist())
+    for cluster, k in places_of(folder, index).items():
+        card = read_json(folder / (index.experts[k] or {})["folder"] / CONFIG, "copy it again from its source")
+        known = (card.get("data") or {}).get("fingerprint")
+        if cluster in clusters and known not in (None, Rows(Dataset.open(data.folder, cluster)).fingerprint):
+            warnings.warn(
+                f"expert_{k} of {folder} was trained on other pictures than cluster {cluster} of {data.folder}: labels "
+                "are right only if `atoll assign` has placed these into the clusters of the experts, so if it has not, "
+                "use --teacher router",
+                stacklevel=2,
+            )
+            return
