@@ -125,7 +125,7 @@ def convert(data: Path, out: Path) -> None:
         return
     text_dim = read_json(data / "dataset.json", "prepare the data first")["text"]["dim"]
     command = [sys.executable, "-m", "atoll.cli.main", "convert", str(out / "pretrained" / "dit"), "--to", "expert"]
-    subprocess.run([*command, "--text-dim", str(text_dim), "--out", str(target)], check=True)
+    subprocess.run([*command, "--text-dim", str(text_dim), "--license", "unknown", "--out", str(target)], check=True)
 
 
 def curve_of(folder: Path) -> tuple[list[int], list[float]]:
