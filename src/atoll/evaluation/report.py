@@ -159,10 +159,10 @@ def _experts(results: Mapping[str, Any], gallery: Gallery) -> str:
     steps = {expert["objective"]: expert["steps"] for expert in results["experts"]}
     apart = ""
     if "ddpm" in steps and "fm" in steps:
-        took = "" if steps["ddpm"] == steps["fm"] else f" and takes {steps['ddpm']:,} steps, not {steps['fm']:,}"
+        took = "" if steps["ddpm"] == steps["fm"] else f", and takes {steps['ddpm']:,} steps, not {steps['fm']:,}"
         apart = (
             " Every owner decides alone how to train: noise prediction is slow to learn the first strokes of a "
-            f"picture, so the DDPM expert has the smallest part, weighs its errors by min-SNR{took}."
+            f"picture, so the DDPM expert has the smallest part and weighs its errors by min-SNR{took}."
         )
     return f"""<section>
 <h2>What each expert saw, and how it learned</h2>
@@ -317,7 +317,8 @@ def _meaning(results: Mapping[str, Any]) -> str:
         meanings["Monolith"] = (
             "The same network trained on all pictures with as many FLOPs as the experts and the router together. As "
             "in the papers, it takes as many steps as an expert does, and each of them on "
-            f"{results['compare']['monolith']['batch']} pictures."
+            f"{results['compare']['monolith']['batch']} pictures. The same FLOPs in more steps of fewer pictures, one after "
+            "the other, make a better one at this scale: docs/LOG.md has its figures."
         )
         meanings["All FM"] = (
             "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, "
