@@ -317,8 +317,8 @@ def _meaning(results: Mapping[str, Any]) -> str:
         meanings["Monolith"] = (
             "The same network trained on all pictures with as many FLOPs as the experts and the router together. As "
             "in the papers, it takes as many steps as an expert does, and each of them on "
-            f"{results['compare']['monolith']['batch']} pictures. The same FLOPs in more steps of fewer pictures, one after "
-            "the other, make a better one at this scale: docs/LOG.md has its figures."
+            f"{results['compare']['monolith']['batch']} pictures. The same FLOPs in more steps of fewer pictures, "
+            "one after the other, make a better one at this scale: docs/LOG.md has its figures."
         )
         meanings["All FM"] = (
             "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, "
