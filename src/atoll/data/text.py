@@ -115,8 +115,9 @@ class Words(Stored):
         super().__init__()
         self.config = config
         # Waves from 2 pi to 2 pi max_length words long: no text is longer, so slower ones would stand still.
-        powers = torch.arange(0, config.dim, 2, dtype=torch.float64) / config.dim
-        angle = torch.arange(config.max_length, dtype=torch.float64)[:, None] / config.max_length**powers
+        # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
+        powers = torch.arange(0, config.dim, 2, dtype=torch.float64, device="cpu") / config.dim
+        angle = torch.arange(config.max_length, dtype=torch.float64, device="cpu")[:, None] / config.max_length**powers
         self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1).float())  # [max_length, dim]
 
     @property

@@ -104,9 +104,9 @@ class Plan:
 _SHARED: dict[str, Any] = {"lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
 FULL = Plan(
     pictures=6000,
-    expert=ExpertSettings("mini", steps=800, batch=32, lr=3e-3, eval_every=400, **_SHARED),
+    expert=ExpertSettings("mini", steps=640, batch=32, lr=3e-3, eval_every=320, **_SHARED),
     ddpm=ExpertSettings(
-        "mini", steps=800, batch=32, lr=2e-3, eval_every=400, objective="ddpm", weighting="min-snr", **_SHARED
+        "mini", steps=640, batch=32, lr=2e-3, eval_every=320, objective="ddpm", weighting="min-snr", **_SHARED
     ),
     router=RouterSettings("64x3", steps=300, batch=64, lr=2e-3, eval_every=300, **_SHARED),
     prompts=400,

@@ -325,7 +325,8 @@ class DiT(Trunk):
         else:
             self.out_modulation = nn.Parameter(torch.empty(2, config.hidden_size))
         self.out = nn.Linear(config.hidden_size, out_channels * config.patch_size**2)
-        self.reset_parameters()
+        if not self.out.weight.is_meta:  # one without memory is about to be loaded
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -354,8 +355,9 @@ class DiT(Trunk):
 
 def sincos_positions(width: int, side: int, step: float = 1.0) -> Tensor:
     """Fixed sines and cosines of each token's column, then of its row, `step` apart: [side * side, width]."""
-    powers = torch.arange(width // 4, dtype=torch.float64) / (width / 4)
-    angle = step * torch.arange(side, dtype=torch.float64)[:, None] / 10_000**powers
+    # On the CPU even for a network without memory: see data/text.py.
+    powers = torch.arange(width // 4, dtype=torch.float64, device="cpu") / (width / 4)
+    angle = step * torch.arange(side, dtype=torch.float64, device="cpu")[:, None] / 10_000**powers
     waves = torch.cat([torch.sin(angle), torch.cos(angle)], 1)  # [side, d/2]
     columns, rows = waves.repeat(side, 1), waves.repeat_interleave(side, 0)
     return torch.cat([columns, rows], 1).float()

@@ -41,7 +41,8 @@ class Router(Trunk):
         if config.head == "mlp":
             act = nn.GELU(approximate="tanh")
             self.head = nn.Sequential(nn.Linear(width, width), act, nn.LayerNorm(width), act, self.head)
-        self.reset_parameters()
+        if not self.class_token.is_meta:
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
