@@ -22,17 +22,16 @@ def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-REPORT: list[str] = []
-
-
 @pytest.fixture
-def report() -> Callable[[str], None]:
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Take a line with a measured figure; all of them are shown after the tests."""
-    return REPORT.append
+    return lambda line: request.node.user_properties.append(("measured", line))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if REPORT:
+    found = [report for reports in terminalreporter.stats.values() for report in reports]
+    kept = [pair for report in found for pair in getattr(report, "user_properties", ())]
+    if lines := sorted({line for name, line in kept if name == "measured"}):
         terminalreporter.section("measured")
-        for line in sorted(REPORT):
+        for line in lines:
             terminalreporter.line(line)
