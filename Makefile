@@ -25,7 +25,7 @@ test: setup  ## run the tests
 	$(BIN)/python -m pytest
 
 test-slow: setup  ## run the tests that take minutes or gigabytes
-	$(BIN)/python -m pytest -m slow -n 0
+	$(BIN)/python -m pytest -m slow
 
 check: setup  ## lint, formatting and types, then the tests
 	$(BIN)/ruff check .
