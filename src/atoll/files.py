@@ -30,6 +30,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             staged.unlink()
 
 
+def make_folder(path: Path) -> None:
+    """A folder to write to, with all those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {path} ({reason_of(error)}): choose another --out") from error
+
+
 def reason_of(error: Exception) -> str:
     """What went wrong, in one line and without the number."""
     return str(getattr(error, "strerror", None) or error).strip().split("\n")[0]

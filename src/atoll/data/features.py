@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -222,19 +222,63 @@ class EfficientNetLite(Stored):
         return fingerprint(self.state_dict(), {"features": "efficientnet-lite0", **vars(self.config)})
 
 
-class Dino(nn.Module):
-    """transformers' Dinov2Model: the normalised class token (1024 numbers of ViT-L, as in the paper)."""
+class Transformer(nn.Module):
+    """A network of transformers that looks at pictures; subclasses say how."""
 
-    mean: Tensor
-    std: Tensor
+    kind: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]]  # of its config, on which its features depend
+    transform: ClassVar[str]
+    size: int
+    dim: int
 
     def __init__(self, model: Any, spec: str) -> None:
         super().__init__()
         self.model = model
         self.spec = public_spec(spec)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "dtype": dtype_name(self.dtype),
+            "dim": self.dim,
+            "transform": f"resize to {self.size}, {self.transform}",
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        save_model(self.model, Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        settings = {name: getattr(self.model.config, name) for name in self.settings}
+        return fingerprint(self.model.state_dict(), {"features": self.kind, **self.shown, **settings})
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """What its features depend on that its config does not say."""
+        return {}
+
+
+class Dino(Transformer):
+    """transformers' Dinov2Model: the normalised class token (1024 numbers of ViT-L, as in the paper)."""
+
+    kind = "dinov2"
+    settings = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "use_swiglu_ffn")
+    transform = "ImageNet mean and deviation"
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: Any, spec: str) -> None:
+        super().__init__(model, spec)
         # Configs say 518, the last size of training; the published preprocessing shows 224, at a sixth of the work.
         patch = int(model.config.patch_size)
         self.size = max(patch, min(int(model.config.image_size), 224) // patch * patch)
+        self.dim = int(model.config.hidden_size)
         self.register_buffer("mean", torch.tensor(IMAGENET_MEAN).reshape(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(IMAGENET_STD).reshape(3, 1, 1), persistent=False)
 
@@ -248,48 +292,28 @@ class Dino(nn.Module):
         model = load_model(require("transformers", "hf").Dinov2Model, place, dtype, spare=r"classifier\.")
         return cls(model, f"dino:{where}")
 
-    @property
-    def dim(self) -> int:
-        return int(self.model.config.hidden_size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = next(self.model.parameters()).dtype
-        return dtype
-
     @torch.no_grad()
     def extract(self, images: Tensor) -> Tensor:
         images = resize(check_images(images), self.size)
         normal = (((images + 1) / 2 - self.mean) / self.std).to(self.dtype)
         return one_by_one(lambda x: self.model(pixel_values=x).pooler_output, normal).float()
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec,
-            "dtype": dtype_name(self.dtype),
-            "dim": self.dim,
-            "transform": f"resize to {self.size}, ImageNet mean and deviation",
-            "fingerprint": self.fingerprint,
-        }
-
-    def save(self, folder: str | Path) -> None:
-        save_model(self.model, Path(folder) / FOLDER)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        config = self.model.config
-        names = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "use_swiglu_ffn")
-        settings = {name: getattr(config, name) for name in names}
-        return fingerprint(self.model.state_dict(), {"features": "dinov2", "size": self.size, **settings})
+    @property
+    def shown(self) -> dict[str, int]:
+        return {"size": self.size}
 
 
-class CLIPImage(nn.Module):
+class CLIPImage(Transformer):
     """transformers' CLIPVisionModelWithProjection: what CLIP compares with a text, before it is made a unit vector."""
 
+    kind = "clip"
+    settings = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "image_size")
+    transform = "bicubic, CLIP's mean and deviation"
+
     def __init__(self, model: Any, spec: str) -> None:
-        super().__init__()
-        self.model = model
-        self.spec = public_spec(spec)
+        super().__init__(model, spec)
+        self.size = int(model.config.image_size)
+        self.dim = int(model.config.projection_dim)
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype) -> Self:
@@ -302,42 +326,10 @@ class CLIPImage(nn.Module):
         model = load_model(require("transformers", "hf").CLIPVisionModelWithProjection, place, dtype, spare)
         return cls(model, f"clip:{where}")
 
-    @property
-    def dim(self) -> int:
-        return int(self.model.config.projection_dim)
-
-    @property
-    def size(self) -> int:
-        return int(self.model.config.image_size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = next(self.model.parameters()).dtype
-        return dtype
-
     @torch.no_grad()
     def extract(self, images: Tensor) -> Tensor:
         normal = clip_pixels(images, self.size).to(self.dtype)
         return one_by_one(lambda x: self.model(pixel_values=x).image_embeds, normal).float()
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec,
-            "dtype": dtype_name(self.dtype),
-            "dim": self.dim,
-            "transform": f"resize to {self.size}, bicubic, CLIP's mean and deviation",
-            "fingerprint": self.fingerprint,
-        }
-
-    def save(self, folder: str | Path) -> None:
-        save_model(self.model, Path(folder) / FOLDER)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        config = self.model.config
-        names = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "image_size")
-        settings = {name: getattr(config, name) for name in names}
-        return fingerprint(self.model.state_dict(), {"features": "clip", **settings})
 
 
 def clip_pixels(images: Tensor, size: int) -> Tensor:

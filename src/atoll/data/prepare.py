@@ -34,7 +34,7 @@ from atoll.data.sources import Item, Reading, Source
 from atoll.data.text import TextEncoder, make_text_encoder
 from atoll.data.workers import Readers, readers
 from atoll.errors import InputError
-from atoll.files import alone, read_json, write_json, write_whole
+from atoll.files import alone, make_folder, read_json, write_json, write_whole
 
 Model = TypeVar("Model", Codec, Features)
 
@@ -124,10 +124,7 @@ def prepare(
     if num_workers is not None and num_workers < 0:
         raise InputError(f"workers must be at least 0, but are {num_workers}")
     out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {out} ({error.strerror}): choose another --out") from error
+    make_folder(out)
     begun = (out / "dataset.json").exists()
     with alone(out):
         try:

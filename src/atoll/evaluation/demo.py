@@ -41,7 +41,7 @@ from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
 from atoll.evaluation.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
 from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, draw_chosen, write_report
-from atoll.files import alone, read_json, write_json, write_whole
+from atoll.files import alone, make_folder, read_json, write_json, write_whole
 from atoll.sampling import defaults
 from atoll.sampling.assemble import INDEX, ModelIndex, assemble
 from atoll.sampling.ensemble import generate
@@ -130,10 +130,7 @@ QUICK = Plan(
 def run_demo(out: Path, plan: Plan = FULL, compare: bool = False) -> dict[str, Any]:
     """All stages, a line each; returns what results.json says."""
     torch.set_num_threads(1)  # two would round otherwise, and on pictures of this size they are slower
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {out} ({error.strerror}): choose another --out") from error
+    make_folder(out)
     with alone(out):
         _check_same(out, plan)
         return _Demo(out, plan, compare).go()

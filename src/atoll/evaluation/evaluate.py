@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.data.avatars import attributes_of
 from atoll.data.shards import Dataset
@@ -30,10 +28,10 @@ from atoll.errors import InputError
 from atoll.evaluation.comparison import draw_metrics, draw_samples, write_table
 from atoll.evaluation.diversity import find_weights
 from atoll.evaluation.frechet import least_for_infinity
-from atoll.evaluation.judge import bytes_of
+from atoll.evaluation.judge import bytes_of, counting
 from atoll.evaluation.store import Store, hash_of
 from atoll.evaluation.yardstick import METRICS, MOST_PICTURES, Figure, Figures, Pictures, Settings, Yardstick
-from atoll.files import alone, reason_of, write_json
+from atoll.files import alone, make_folder, write_json
 from atoll.models.expert import Expert
 from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
@@ -131,10 +129,7 @@ def evaluate(
     if len(set(names)) < len(names):
         raise InputError(f"two models have the same name among {', '.join(names)}: give each its own")
     refuse_inside(out, data)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {out} ({reason_of(error)}): choose another --out") from error
+    make_folder(out)
     with alone(out):
         evaluation = Evaluation(data, out, settings, progress=progress)
         for contender in contenders:
@@ -412,11 +407,11 @@ def _resolved(sampling: Sampling, pipe: AtollPipeline) -> Sampling:
 
 
 def count_flops(asked: Asked) -> float:
-    """Of making a picture, on average over a few; attention as plain matrix products, which torch's counter knows."""
+    """Of making a picture, on average over a few."""
     num = min(COUNTED, len(asked.captions))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with counting() as total:
         asked.paint(slice(0, num), "latent")
-        return counter.get_total_flops() / num
+        return total() / num
 
 
 def _why_no_lpips() -> str:

@@ -181,7 +181,7 @@ def bytes_of(images: object) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _counting() -> Iterator[Callable[[], int]]:
+def counting() -> Iterator[Callable[[], int]]:
     """The counter does not know a CPU's fused attention, so attention is done by plain matrix products meanwhile."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter.get_total_flops
@@ -191,13 +191,13 @@ def flops_of_step(task: Task, batch: int) -> float:
     """Of one update: the loss of a batch and its gradient."""
     rows = np.arange(batch) % task.num_rows
     drawn = task.draw(batch, torch.Generator().manual_seed(0))
-    with _counting() as total:
+    with counting() as total:
         task.loss(task.network, task.read(rows), drawn).sum().backward()
         return float(total())
 
 
 def flops_of_samples(pipe: AtollPipeline, captions: Sequence[str]) -> float:
     """Of making a picture, on average."""
-    with _counting() as total:
+    with counting() as total:
         pipe(captions, seed=0, output_type="latent", batch_size=BATCH, progress=False)
         return total() / len(captions)

@@ -33,7 +33,7 @@ from atoll.evaluation.judge import flops_of_step
 from atoll.evaluation.studies import RANDOM, Clusters, Model, Part, Study, get_study, monolith, parts_of
 from atoll.evaluation.tables import write_results
 from atoll.evaluation.yardstick import Settings as Measured
-from atoll.files import alone, read_json, reason_of, write_json
+from atoll.files import alone, make_folder, read_json, reason_of, write_json
 from atoll.sampling.assemble import INDEX, assemble
 from atoll.training.everyone import job_of
 from atoll.training.expert import ExpertTask
@@ -110,10 +110,7 @@ def reproduce(names: Sequence[str], data: Path, out: Path, recipe: Recipe, progr
     torch.set_num_threads(1)
     studies = {name: get_study(name, recipe.plan.num_experts, recipe.plan.sampling) for name in names}
     refuse_inside(out, data)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {out} ({reason_of(error)}): choose another --out") from error
+    make_folder(out)
     with alone(out):
         _check_same(out, recipe)
         return _Reproduction(studies, data, out, recipe, progress).go()

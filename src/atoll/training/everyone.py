@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
-from atoll.files import alone, read_json
+from atoll.files import alone, make_folder, read_json
 from atoll.training.fleet import Job, find_slots, parse_objectives, run_jobs
 from atoll.training.router import num_clusters_of
 from atoll.training.rows import refuse_inside
@@ -48,10 +48,7 @@ def train_everyone(
         plan = replace(RouterSettings() if recipe is None else read_recipe(recipe, RouterSettings), **flags)
         jobs.append(job_of("router", ["train-router", str(data)], out / "router", plan))
     refuse_inside(out, data)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {out} ({error.strerror}): choose another --out") from error
+    make_folder(out)
     with alone(out):
         results = run_jobs(jobs, slots, progress=progress, environment={"OMP_NUM_THREADS": str(settings.threads)})
     told = [f"{out}: {sum(r.status == 'done' for r in results)} of {len(results)} are trained"]

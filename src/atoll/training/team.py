@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from atoll.data.pretrained import require
 from atoll.errors import InputError
-from atoll.files import alone
+from atoll.files import alone, make_folder
 from atoll.training.settings import Settings
 
 
@@ -64,10 +64,7 @@ class Team:
             self.wait()
             yield
             return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot make the folder {folder} ({error.strerror}): choose another --out") from error
+        make_folder(folder)
         with alone(folder):
             self.wait()
             yield
