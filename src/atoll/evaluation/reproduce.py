@@ -248,14 +248,13 @@ class _Reproduction:
         return {"title": study.title, "claim": study.claim, "cluster": study.cluster, "rows": rows}
 
     def _count_flops(self) -> dict[str, float]:
-        """Of training each model, counted by torch: what equal budget means."""
+        """Of training the monolith, which all experts together have too, and the router: what equal budget means."""
         num = self.recipe.plan.num_experts
         data = Dataset.open(self._data_of(monolith(num).experts[0].clusters))
         usual = self.recipe.expert
         step = flops_of_step(ExpertTask(data, usual, CPU), usual.batch)
         router = flops_of_step(RouterTask(data, self.recipe.router, CPU), self.recipe.router.batch)
-        routers = router * self.recipe.router.steps
-        return {"monolith": step * usual.steps, "experts": step * usual.steps, "router": routers}
+        return {"monolith": step * usual.steps, "router": router * self.recipe.router.steps}
 
 
 @dataclass(frozen=True)

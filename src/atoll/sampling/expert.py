@@ -23,7 +23,7 @@ from atoll.diffusion.transfer import Conversion, Predict, Transfer
 from atoll.errors import InputError
 from atoll.files import read_json
 from atoll.models.dit import DiT, TextContext
-from atoll.models.expert import CALIBRATION, Expert
+from atoll.models.expert import CALIBRATION, Expert, learned_guidance
 from atoll.models.prior import TextPrior
 from atoll.models.store import CONFIG, WEIGHTS, folder_of
 
@@ -152,6 +152,7 @@ class FolderExpert:
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{self.path / CONFIG} does not describe an expert: give the folder of one") from error
         self.prediction = build(Objective, objective, f"the objective in {self.path / CONFIG}").prediction
+        self.guidance = learned_guidance(about, self.path / CONFIG)
         self.resident = False
         self._expert: VelocityExpert | None = None
         self._stamp: tuple[int, ...] = ()

@@ -30,7 +30,6 @@ from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, unknown
 from atoll.files import read_json
-from atoll.models.expert import learned_guidance
 from atoll.models.store import CONFIG, DTYPES, WEIGHTS
 from atoll.sampling import defaults
 from atoll.sampling.assemble import (
@@ -181,11 +180,7 @@ class AtollPipeline:
             for part in self.index.experts
         ]
         ensemble = Ensemble(experts, self.router, max_resident=self.max_resident)
-        self.learned_guidance = tuple(
-            learned_guidance(read_json(expert.path / CONFIG, "copy it again from its source"), expert.path / CONFIG)
-            for expert in experts
-            if expert is not None
-        )
+        self.learned_guidance = tuple(expert.guidance for expert in experts if expert is not None)
         if len(set(self.learned_guidance)) > 1:
             told = ", ".join(f"{scale:g}" for scale in self.learned_guidance)
             warnings.warn(
