@@ -120,7 +120,7 @@ def test_the_paper_expert_on_a_gpu():
     settings = Settings(batch=256, micro_batch=16, device="cpu")
     found = predict(config, settings, text_length=77, device_type="cuda", bf16=True)
     assert found.base == CUDA_BASE
-    assert found.weights == 4 * sum(p.numel() for p in _on_meta(config).parameters())
+    assert found.weights == 4 * sum(p.numel() for p in on_meta(config).parameters())
     assert found.optimiser == 2 * found.gradients == 2 * found.ema
     assert found.saving == 0
     halves = predict(config, replace(settings, micro_batch=8), text_length=77, device_type="cuda", bf16=True)
@@ -130,7 +130,7 @@ def test_the_paper_expert_on_a_gpu():
     assert 0.5 < found.activations / fp32.activations < 1
 
 
-def _on_meta(config):
+def on_meta(config):
     with torch.device("meta"):
         return DiT(config)
 
@@ -138,7 +138,7 @@ def _on_meta(config):
 def test_bf16_counts_copies_of_weights():
     """A single sample of few tokens keeps little but them."""
     config = DiTConfig(**{**SMALL, "input_size": 2, "text_dim": None, "hidden_size": 512})
-    matrices = sum(p.numel() for p in _on_meta(config).blocks.parameters() if p.dim() == 2)
+    matrices = sum(p.numel() for p in on_meta(config).blocks.parameters() if p.dim() == 2)
     found = count_activations(config, 1, text_length=1, bf16=True)
     assert 2 * matrices < found.kept < 2.5 * matrices
 

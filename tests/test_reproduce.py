@@ -1,16 +1,23 @@
 """The papers' comparisons: equal budgets, parts trained once, and a table that says what it is."""
 
+import functools
+import importlib
+import inspect
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
 from atoll.cli.main import main
 from atoll.errors import InputError
 from atoll.evaluation.evaluate import Sampling
+from atoll.evaluation.paper_scale import tell_commands
 from atoll.evaluation.reproduce import Recipe
 from atoll.evaluation.studies import COUNTS, NAMES, get_study, parts_of
 from atoll.evaluation.tables import render_results
 
+PAPER = Path(__file__).parents[1] / "recipes" / "reproduce_paper.toml"
 RECIPE = """
 batch = 16
 lr = 1e-3
@@ -84,15 +91,85 @@ def test_what_is_wrong_with_a_recipe(recipe, tmp_path):
         Recipe.read(recipe)
 
 
+def test_first_weights():
+    """The expert whose weights are another's first ones is trained before it."""
+    study = get_study("init", 4, Sampling())
+    (begun,) = study.rows[1].model.experts
+    assert (begun.kind, begun.cluster) == ("fm", 0)
+    assert begun.first is not None
+    assert (begun.first.kind, begun.first.cluster) == ("ddpm", 1)
+    assert study.parts.index(begun.first) < study.parts.index(begun)
+    assert len({part.name for part in study.parts}) == 3
+
+
+class TestPaperScale:
+    @pytest.fixture(scope="class")
+    def lines(self):
+        return tell_commands(NAMES, Recipe.read(PAPER), PAPER, "data")
+
+    def test_every_command_is_one(self, lines, monkeypatch):
+        """Each is read by the command line itself, up to where it would begin to work."""
+        found = []
+        for verb in ("prepare", "partition", "train", "train_router", "assemble", "evaluate"):
+            monkeypatch.setattr(f"atoll.cli.{verb}.{verb}", _listen(f"atoll.cli.{verb}", verb, found))
+        commands = [shlex.split(line) for line in lines if line.startswith("atoll ")]
+        for command in commands:
+            main(command[1:])
+        assert len(found) == len(commands)
+        made = {str(kept["out"]) for verb, kept in found if "out" in kept}
+        for verb, kept in found:  # what is read has been made by a command above
+            used = {"assemble": kept.get("experts", ()), "evaluate": kept.get("folders", ())[:-1]}.get(verb, ())
+            assert {str(path) for path in used} <= made
+        trained = [kept for verb, kept in found if verb == "train"]
+        assert {kept["settings"].model for kept in trained} == {"xl/2"}
+        assert {kept["settings"].batch for kept in trained} == {16, 32, 64, 128, 256}
+
+    def test_resources(self, lines):
+        expert = next(line.split() for line in lines if line.startswith("# expert"))
+        assert expert[3] == "606M"
+        # 6 FLOPs a parameter and token would be 256 * 6 * 606e6; attention and the second forward pass come on top.
+        least = 256 * 6 * 606e6 * 32 * 400_000
+        assert 0.8 * least < float(expert[6]) < 3 * least, expert
+
+    def test_nothing_is_done(self, tmp_path, capsys, monkeypatch):
+        recipe = PAPER.resolve()
+        monkeypatch.chdir(tmp_path)
+        main(["reproduce", "table1", "--scale", "paper", "--recipe", str(recipe)])
+        assert "atoll train data_kmeans_8 --cluster 7" in capsys.readouterr().out
+        assert not list(tmp_path.iterdir())
+
+
+def _listen(module, verb, found):
+    """A command with the same flags that only tells how it was called."""
+    original = getattr(importlib.import_module(module), verb)
+
+    @functools.wraps(original)
+    def told(*args, **kwargs):
+        found.append((verb, inspect.signature(original).bind(*args, **kwargs).arguments))
+
+    return told
+
+
+def test_no_data(recipe, tmp_path, capsys):
+    for more, words in ((["--data", str(tmp_path)], "one of fashion-mnist"), ([], "there is no data to work with")):
+        with pytest.raises(SystemExit):
+            main(["reproduce", "table1", *more, "--recipe", str(recipe), "--out", str(tmp_path / "out")])
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main(["prepare", "shapes", "--num", "120", "--out", "data"])
-    command = ["reproduce", "table3", "table4", "--data", "data", "--recipe", str(recipe), "--out", "out"]
+    recipe.write_text(RECIPE + "[data]\nnum = 120\n")
+    command = ["reproduce", "table3", "table4", "init", "--data", "shapes", "--recipe", str(recipe), "--out", "out"]
     main(command)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert set(results["studies"]) == {"table3", "table4"}
+    assert set(results["studies"]) == {"table3", "table4", "init"}
+    assert results["data"]["pictures"] == 120
+    begun = json.loads((tmp_path / "out/seed_0/parts/kmeans_2_fm_0_from_ddpm_1/run.json").read_text())
+    assert "kmeans_2_ddpm_1" in json.dumps(begun)
     rows = {row["name"]: row for row in results["studies"]["table4"]["rows"]}
     assert list(rows) == ["real pictures", "2 FM", "1 DDPM, 1 FM"]
     assert len(set(rows["2 FM"]["hash"])) == 2  # a model for each seed of training
@@ -108,7 +185,14 @@ def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     main(command)  # nothing is left to do
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")} == before
     assert (tmp_path / "out" / "results.md").read_text() == text
-    recipe.write_text(RECIPE.replace("lr = 1e-3", "lr = 2e-3"))
+    for name in ("table3", "table4", "init"):
+        assert (tmp_path / "out" / f"{name}.png").exists()
+        assert (tmp_path / "out" / f"{name}_samples.png").exists()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([word.replace("shapes", "digits") for word in command])
+    assert "begun with another recipe or other data" in capsys.readouterr().err
+    recipe.write_text(recipe.read_text().replace("lr = 1e-3", "lr = 2e-3"))
     with pytest.raises(SystemExit):
         main(command)
     assert "begun with another recipe" in capsys.readouterr().err

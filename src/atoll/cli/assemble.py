@@ -12,6 +12,7 @@ def assemble(
     router: Path | None = None,
     data: Path | None = None,
     allow_missing: bool = False,
+    without_router: bool = False,
 ) -> None:
     """Make one model of experts and a router that were trained apart, after checking that they fit.
 
@@ -26,10 +27,11 @@ def assemble(
         router: What `atoll train-router` has made; by default router/ beside the experts. One expert needs none.
         data: The data set of the experts, for its codec and text encoder; its pictures are not needed.
         allow_missing: Do without an expert for some of the clusters.
+        without_router: Several experts of the same data, which `atoll sample --routing by_time` takes turns with.
     """
     from atoll.sampling.assemble import assemble as put_together
 
-    index = put_together(list(experts), router, out, data, allow_missing=allow_missing)
+    index = put_together(list(experts), router, out, data, allow_missing=allow_missing, without_router=without_router)
     kinds = ", ".join(f"{k} {kind or 'missing'}" for k, kind in enumerate(index.objectives))
     noun = "expert" if index.num_experts == 1 else "experts"
     shape = "x".join(map(str, index.latent_space["shape"]))

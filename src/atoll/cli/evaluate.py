@@ -17,6 +17,7 @@ def evaluate(
     metrics: tuple[str, ...] = (),
     clip: str | None = None,
     split: str | None = None,
+    cluster: int | None = None,
     neighbours: int = 5,
     reference: int = 10_000,
     varied: int = 50,
@@ -52,6 +53,7 @@ def evaluate(
         metrics: Any of frechet, kernel, coverage, diversity, clip, accuracy, flops; all that can be had by default.
         clip: The CLIP of the CLIP score, as a hub id or a folder.
         split: Whose captions are prompts: held_out (the default where something is held out), train or all.
+        cluster: The number of a cluster, whose captions and pictures alone are taken.
         neighbours: For precision, recall, density and coverage.
         reference: Pictures of the training data to compare with, at most.
         varied: Prompts of which several pictures are made, for diversity.
@@ -82,6 +84,6 @@ def evaluate(
         neighbours=neighbours, num_reference=reference, varied=varied, each=each, device=device,
     )  # fmt: skip
     sampling = Sampling(routing, guidance, steps, solver, conversion, batch)
-    results = measure(name_contenders(models, sampling), data, out, settings)
+    results = measure(name_contenders(models, sampling), data, out, settings, cluster)
     print(render_table(results).split("\n\n")[1])
     print(f"{out / 'results.md'}: this table with what it takes to repeat it; samples.png and metrics.png beside it")

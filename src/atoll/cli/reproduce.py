@@ -1,36 +1,42 @@
 """`atoll reproduce`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 
 def reproduce(
     what: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")],
-    data: Path,
-    recipe: Path = Path("recipes/reproduce.toml"),
+    data: str | None = None,
+    scale: Literal["laptop", "paper"] = "laptop",
+    recipe: Path | None = None,
     seeds: int | None = None,
     out: Path = Path("reproduced"),
 ) -> None:
-    """Repeat the papers' comparisons on your own data: train, sample and measure all that they need, at equal budget.
+    """Repeat the papers' comparisons: train, sample and measure all that they need, at equal budget.
 
     Parts that several comparisons share are trained once. Interrupted, the same command goes on; with more seeds or
     other comparisons it does only what is missing.
 
     For example:
-      atoll reproduce table1 table3 table4 --data data
+      atoll reproduce table1 table3 table4 --data fashion-mnist --out fashion
       atoll reproduce clusters --data data --seeds 1
       atoll reproduce table1 --data data --recipe my.toml --out mine
+      atoll reproduce table1 --scale paper
 
     Args:
         what: table1 (monolith and routing policies), table3 (objectives, converted and combined), table4 (homogeneous
-            and heterogeneous), threshold, clusters (k-means and random), experts (how many), conversion, router (with
-            and without the text).
-        data: What `atoll prepare` has made; it is copied, not changed.
-        recipe: A TOML file with the settings of training and, in [study], how large the comparisons are.
+            and heterogeneous), threshold, clusters (k-means and random), experts (how many), conversion, init (first
+            weights), router (with and without the text).
+        data: What `atoll prepare` has made, which is copied, not changed; or the name of a set, which is fetched:
+            fashion-mnist, mnist, cifar-10, emoji, or a built-in one: avatars, shapes, digits.
+        scale: laptop does it; paper prints the commands at the papers' scale and the hardware they need, and does
+            nothing else.
+        recipe: A TOML file with the settings of training and, in [study], how large the comparisons are; by default
+            recipes/reproduce.toml, or recipes/reproduce_paper.toml for the papers' scale.
         seeds: Of training, in place of the recipe's.
-        out: The folder for all that is made, results.json, results.md and a picture of each comparison.
+        out: The folder for all that is made, results.json, results.md and pictures of each comparison.
     """
     from dataclasses import replace
 
@@ -40,9 +46,17 @@ def reproduce(
 
     if not what:
         raise InputError("there is nothing to reproduce: name a comparison, such as table1")
+    recipe = recipe or Path("recipes", "reproduce.toml" if scale == "laptop" else "reproduce_paper.toml")
     found = Recipe.read(recipe)
     if seeds is not None:
         found = replace(found, plan=replace(found.plan, seeds=seeds))
+    if scale == "paper":
+        from atoll.evaluation.paper_scale import tell_commands
+
+        print(*tell_commands(what, found, recipe, data or "data"), sep="\n")
+        return
+    if data is None:
+        raise InputError("there is no data to work with: give --data, a prepared folder or a set such as fashion-mnist")
     repeat(what, data, out, found)
     print((out / "results.md").read_text(encoding="utf-8"))
     print(f"{out / 'results.md'}: this, with pictures beside it")

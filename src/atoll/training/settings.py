@@ -219,6 +219,9 @@ MAY_CHANGE = frozenset(
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
 """Of a recipe."""
 
+OTHER_TABLES = ("study", "data")
+"""Of a recipe too, for `atoll reproduce` alone."""
+
 S = TypeVar("S", bound=Settings)
 
 
@@ -237,7 +240,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     """From what a recipe holds; `where` names it in messages."""
     tables: dict[str, dict[str, Any]] = {name: content.get(name, {}) for name in TABLES}
-    shared = {name: value for name, value in content.items() if name not in tables}
+    shared = {name: value for name, value in content.items() if name not in tables and name not in OTHER_TABLES}
     for name, known in TABLES.items():
         if not isinstance(tables[name], dict):
             raise InputError(f"{name} in {where} must be a table: write [{name}]")
