@@ -17,7 +17,7 @@ from atoll.evaluation.studies import Clusters, Model, Part, Row, Study, get_stud
 from atoll.models.dit import DiTConfig
 from atoll.models.presets import preset
 from atoll.models.router import RouterConfig
-from atoll.training.memory import in_words, inputs_of, on_meta, predict
+from atoll.training.memory import in_words, inputs_of, micro_batch_of, on_meta, predict
 from atoll.training.settings import ExpertSettings, Settings
 
 SOURCE = "PICTURES"  # the user's folder, tar or parquet file
@@ -149,6 +149,7 @@ class Need:
     """Of training one part."""
 
     kind: str
+    batch: int
     parameters: int
     memory: int
     flops: float
@@ -168,16 +169,14 @@ def need_of(part: Part, recipe: Recipe) -> Need:
         text_dim = TEXT_DIM if settings.text else None
         config = RouterConfig(**preset(settings.model, **shape, text_dim=text_dim), num_experts=part.clusters.num)
     kind = "router" if part.is_router else "monolith" if part.cluster is None else "expert"
-    parameters, memory, flops = _count(config, settings.batch, settings.micro_batch, settings.checkpointing)
-    return Need(kind, parameters, memory, flops * settings.batch * settings.steps)
+    parameters, memory, flops = _count(config, micro_batch_of(settings), settings.checkpointing)
+    return Need(kind, settings.batch, parameters, memory, flops * settings.batch * settings.steps)
 
 
 @cache
-def _count(
-    config: DiTConfig | RouterConfig, batch: int, micro_batch: int | None, checkpointing: bool
-) -> tuple[int, int, float]:
+def _count(config: DiTConfig | RouterConfig, at_a_time: int, checkpointing: bool) -> tuple[int, int, float]:
     """The parameters, the bytes on a GPU, and the FLOPs of one sample's loss and gradient."""
-    settings = Settings(batch=batch, micro_batch=micro_batch, checkpointing=checkpointing)
+    settings = Settings(batch=at_a_time, checkpointing=checkpointing)
     memory = predict(config, settings, text_length=TEXT_LENGTH, device_type="cuda", bf16=True)
     network, arguments = on_meta(config), inputs_of(config, 1, TEXT_LENGTH)
     with counting() as total:
@@ -191,13 +190,12 @@ def _resources(parts: Sequence[Part], recipe: Recipe) -> list[str]:
     seeds, num = recipe.plan.seeds, recipe.data.num
     needs = [need_of(part, recipe) for part in parts]
     lines = [f"# what it takes, {seeds} seed{'s' if seeds > 1 else ''} of training"]
-    lines.append(f"# {'':10}{'number':>8}{'parameters':>12}{'GPU memory':>12}{'FLOPs each':>12}{'A100 days each':>16}")
-    for kind in dict.fromkeys(need.kind for need in needs):
-        own = [need for need in needs if need.kind == kind]
-        one = max(own, key=lambda need: need.flops)
+    heads = f"{'number':>8}{'batch':>7}{'parameters':>12}{'GPU memory':>12}{'FLOPs each':>12}{'A100 days each':>16}"
+    lines.append(f"# {'':10}{heads}")
+    for need in dict.fromkeys(needs):
         lines.append(
-            f"# {kind:10}{len(own) * seeds:>8}{one.parameters / 1e6:>11.0f}M{in_words(one.memory):>12}"
-            f"{one.flops:>12.2g}{one.days:>16.1f}"
+            f"# {need.kind:10}{needs.count(need) * seeds:>8}{need.batch:>7}{need.parameters / 1e6:>11.0f}M"
+            f"{in_words(need.memory):>12}{need.flops:>12.2g}{need.days:>16.1f}"
         )
     latents = 2 * CHANNELS * (recipe.data.size // FACTOR) ** 2
     states = sum(need.parameters for need in needs) * STATE * seeds
