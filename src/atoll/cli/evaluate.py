@@ -50,7 +50,8 @@ def evaluate(
         seed: The first of them.
         features: Networks that pictures are compared by: efficientnet, efficientnet:96, simple, dino:HUB_ID_OR_FOLDER,
             clip:HUB_ID_OR_FOLDER, inception:FILE.
-        metrics: Any of frechet, kernel, coverage, diversity, clip, accuracy, flops; all that can be had by default.
+        metrics: Any of frechet, kernel, coverage, diversity, clip, accuracy, labels, flops; by default all that can be
+            had.
         clip: The CLIP of the CLIP score, as a hub id or a folder.
         split: Whose captions are prompts: held_out (the default where something is held out), train or all.
         cluster: The number of a cluster, whose captions and pictures alone are taken.

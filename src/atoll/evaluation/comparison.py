@@ -31,6 +31,7 @@ BETTER = {
     "lpips": "higher is more varied",
     "clip_score": HIGHER,
     "prompt_accuracy": HIGHER,
+    "label_accuracy": HIGHER,
     "flops_an_image": LOWER,
 }
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -51,6 +52,7 @@ def name_of(key: str) -> str:
         "lpips_per_prompt": f"distance between pictures of one prompt ({by}; not LPIPS itself)",
         "lpips": f"distance between all pictures ({by}; not LPIPS itself)",
         "clip_score": f"CLIP score ({network.partition(':')[2]})",
+        "label_accuracy": f"pictures in which a linear classifier sees the prompt's label ({by})",
         "prompt_accuracy": "prompts followed in every attribute",
         "flops_an_image": "FLOPs an image",
     }

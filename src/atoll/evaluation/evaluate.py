@@ -29,6 +29,7 @@ from atoll.evaluation.comparison import draw_metrics, draw_samples, write_table
 from atoll.evaluation.diversity import find_weights
 from atoll.evaluation.frechet import least_for_infinity
 from atoll.evaluation.judge import bytes_of, counting
+from atoll.evaluation.labels import why_unreadable
 from atoll.evaluation.store import Store, hash_of
 from atoll.evaluation.yardstick import METRICS, MOST_PICTURES, Figure, Figures, Pictures, Settings, Yardstick
 from atoll.files import alone, make_folder, write_json
@@ -196,12 +197,20 @@ class Evaluation:
         chosen = np.random.default_rng(0).permutation(chosen)
         return split, chosen, rows.data.texts("caption", chosen)
 
+    @cached_property
+    def _labels(self) -> list[str]:
+        """Of the pictures that the prompts belong to; empty where there are none."""
+        if self._prompt_rows is None:
+            return [""] * len(self.prompts)
+        return self.rows.data.texts("label", self._prompt_rows)
+
     def _choose_metrics(self) -> tuple[str, ...]:
         """Those asked for, which must be possible; or all that are."""
         asked = self.settings.metrics or METRICS
         reasons = {
             "accuracy": self._why_no_accuracy(),
             "diversity": _why_no_lpips(),
+            "labels": self._why_no_labels(),
             "coverage": self._why_no_coverage(),
             "clip": "" if self.settings.clip else "no CLIP was named: give --clip HUB_ID_OR_FOLDER",
         }
@@ -219,6 +228,11 @@ class Evaluation:
         except InputError:
             return "the captions are not those of avatars, which alone can be read back from pictures"
         return ""
+
+    def _why_no_labels(self) -> str:
+        if self._prompt_rows is None:
+            return "the prompts are given, and have no labels"
+        return why_unreadable(self.rows.data.texts("label", self.rows.train))
 
     def _why_no_coverage(self) -> str:
         least = self.settings.neighbours + 1
@@ -396,9 +410,10 @@ class Evaluation:
         for _ in self._pictures(asked, contender):
             pass  # into the store, from which each network reads them
         figures: Figures = {}
+        labels = [self._labels[i % len(self._labels)] for i in range(len(asked.captions))]
         for name in self.yardstick.networks:
             vectors = self.yardstick.vectors(name, self._store(asked), len(asked.captions), contender.name)
-            figures |= self.yardstick.compare(name, vectors, alone=self.settings.seeds == 1)
+            figures |= self.yardstick.compare(name, vectors, labels, alone=self.settings.seeds == 1)
         return figures | self.yardstick.look(self._pictures(asked, contender), asked.captions, contender.name)
 
     def _judge_varied(self, pipe: AtollPipeline, contender: Contender) -> Figures:

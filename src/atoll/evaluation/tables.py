@@ -7,7 +7,7 @@ from typing import Any
 from atoll.evaluation.comparison import BETTER, LOWER, better, keys_of, name_of, spoken
 from atoll.files import write_whole
 
-SHOWN = ("frechet", "coverage", "lpips_per_prompt", "clip_score", "prompt_accuracy", "flops_an_image")
+SHOWN = ("frechet", "coverage", "lpips_per_prompt", "clip_score", "prompt_accuracy", "label_accuracy", "flops_an_image")
 HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
 
 

@@ -21,12 +21,13 @@ from atoll.evaluation.diversity import Distance
 from atoll.evaluation.frechet import Moments, frechet_error, frechet_infinity, frechet_to, least_for_infinity
 from atoll.evaluation.judge import are_right, images_of
 from atoll.evaluation.kernel import kernel_distance
+from atoll.evaluation.labels import Reader
 from atoll.evaluation.store import Store
 from atoll.sampling.pipeline import get_device
 from atoll.training.rows import Rows
 
-METRICS = ("frechet", "kernel", "coverage", "diversity", "clip", "accuracy", "flops")
-OF_FEATURES = frozenset({"frechet", "kernel", "coverage"})
+METRICS = ("frechet", "kernel", "coverage", "diversity", "clip", "accuracy", "labels", "flops")
+OF_FEATURES = frozenset({"frechet", "kernel", "coverage", "labels"})
 SPLITS = ("held_out", "train", "all")
 LPIPS = "stlpips-alex"
 MOST_FOR_PAIRS = 10_000  # images whose distances to each other are computed
@@ -132,6 +133,20 @@ class Yardstick:
             found[name] = (moments, vectors[:MOST_FOR_PAIRS])
         return found
 
+    @cached_property
+    def reference_labels(self) -> list[str]:
+        return self.rows.data.texts("label", self.shuffled[: self.num_reference])
+
+    @cached_property
+    def readers(self) -> dict[str, Reader]:
+        """What tells labels from the features of each network."""
+        return {
+            name: Reader.fit(
+                self._vectors_of_rows(name, "train", self.shuffled, self.num_reference), self.reference_labels
+            )
+            for name in self.networks
+        }
+
     def pictures_of_rows(self, rows: NDArray[np.int64]) -> Pictures:
         """As their latents give them: what the codec loses is not held against a model."""
         self.rows.latents(rows)  # refuses damaged ones
@@ -156,7 +171,8 @@ class Yardstick:
         figures: Figures = {}
         for name in self.networks:
             which = f"outside of {self.num_reference}"
-            figures |= self.compare(name, self._vectors_of_rows(name, which, self.others, len(rows)), alone=True)
+            vectors = self._vectors_of_rows(name, which, self.others, len(rows))
+            figures |= self.compare(name, vectors, self.rows.data.texts("label", rows), alone=True)
         batches = (self.pictures_of_rows(some) for some in np.array_split(rows, 1 + len(rows) // 64))
         figures |= self.look(batches, self.rows.data.texts("caption", rows), "real pictures")
         if self.distance is not None and (groups := self._alike()):
@@ -193,8 +209,11 @@ class Yardstick:
             raise InputError(f"{name} gives features that are not finite: its weights are damaged, copy them again")
         return vectors
 
-    def compare(self, name: str, vectors: Vectors, alone: bool) -> Figures:
-        """Distances of a set's features to the reference; `alone`: there are no other seeds to tell their errors."""
+    def compare(self, name: str, vectors: Vectors, labels: Sequence[str], alone: bool) -> Figures:
+        """Distances of a set's features to the reference, and how often they show the labels that were asked for.
+
+        `alone`: there are no other seeds to tell their errors.
+        """
         moments, real = self.references[name]
         figures: Figures = {}
         if "frechet" in self.metrics:
@@ -210,6 +229,9 @@ class Yardstick:
             num = min(len(real), len(vectors), MOST_FOR_PAIRS)  # as many of each: recall grows with the number
             shares = measure_coverage(real[:num], vectors[:num], self.settings.neighbours)
             figures |= {f"{key}/{name}": Figure(value) for key, value in asdict(shares).items()}
+        if "labels" in self.metrics:
+            right = [float(a == b) for a, b in zip(self.readers[name].read(vectors), labels, strict=True)]
+            figures[f"label_accuracy/{name}"] = mean_of(right)
         return figures
 
     def look(self, batches: Iterator[Pictures], captions: Sequence[str], what: str) -> Figures:
