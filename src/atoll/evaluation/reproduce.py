@@ -11,13 +11,15 @@ Parts that several comparisons need are trained once. The same command goes on a
 """
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +97,7 @@ class Plan:
     each: int = 4
     guidance: float = 2.0
     steps: int = 20
+    batch: int = 250  # pictures at a time, which experts share
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))
@@ -104,7 +107,7 @@ class Plan:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(guidance=self.guidance, steps=self.steps)
+        return Sampling(guidance=self.guidance, steps=self.steps, batch=self.batch)
 
     @property
     def measured(self) -> Measured:
@@ -278,7 +281,7 @@ class _Reproduction:
         slots = min(len(find_slots(self.recipe.expert.device)), len(rows))
         found = {}
         with (
-            ProcessPoolExecutor(slots, get_context("spawn"), torch.set_num_threads, (1,)) as pool,
+            ProcessPoolExecutor(slots, get_context("spawn"), _begin) as pool,
             tqdm(total=len(real) + len(rows), desc="judging", unit=" rows", disable=not self.progress) as bar,
         ):
             for some in (real, rows):  # what all are compared with is there before it is needed
@@ -328,6 +331,19 @@ class _Reproduction:
         step = flops_of_step(ExpertTask(data, usual, CPU), usual.batch)
         router = flops_of_step(RouterTask(data, self.recipe.router, CPU), self.recipe.router.batch)
         return {"monolith": step * usual.steps, "router": router * self.recipe.router.steps}
+
+
+def _begin() -> None:
+    """Of a process that judges: it ends when the one that asked does, even if that is killed."""
+    torch.set_num_threads(1)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=follow, daemon=True).start()
 
 
 class _Judging(NamedTuple):
