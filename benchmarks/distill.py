@@ -5,7 +5,7 @@
 
     atoll prepare ... --out data && atoll partition data --experts 4       # any pictures with captions
     atoll train-all data --router --out run && atoll assemble run --data data --out model
-    python benchmarks/distill.py model data --out distilled --student s/2 --metrics frechet flops
+    python benchmarks/distill.py model data --out distilled --student s/2 --metrics frechet labels flops
 
 For each seed of training: a student by label, one by each other of --teachers, one by label that learns the guidance,
 a monolith of as many steps and the same batch, and with --more-batch N another with a batch N times as large (DDM's
@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
-from atoll.evaluation.comparison import name_of, with_error
+from atoll.evaluation.comparison import name_of, over_seeds, with_error
 from atoll.evaluation.evaluate import Contender, Evaluation, Sampling
 from atoll.evaluation.yardstick import Settings as Measured
 from atoll.files import read_json, write_json, write_whole
@@ -142,15 +142,6 @@ class Comparison:
                     seconds[entry.name].append((time.perf_counter() - begun) / AT_A_TIME)
         write_json(path, {"about": about, "seconds": seconds})
         return seconds
-
-
-def over_seeds(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    combined = {}
-    for key in found[0]:
-        values = [float(figures[key]["value"]) for figures in found]
-        error = statistics.stdev(values) if len(values) > 1 else None
-        combined[key] = {"value": statistics.mean(values), "error": error, "values": values}
-    return combined
 
 
 def table_of(entries: Sequence[Entry], figures: Mapping[str, Any], seconds: Mapping[str, Sequence[float]]) -> str:

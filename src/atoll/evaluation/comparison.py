@@ -70,6 +70,16 @@ def better(key: str) -> str:
     return BETTER[key.partition("/")[0]]
 
 
+def over_seeds(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The mean of each figure over seeds of training, and the deviation among them."""
+    combined: dict[str, dict[str, Any]] = {}
+    for key in found[0]:
+        values = [float(figures[key]["value"]) for figures in found]
+        error = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        combined[key] = {"value": float(np.mean(values)), "error": error, "values": values}
+    return combined
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 

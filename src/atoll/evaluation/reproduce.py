@@ -22,7 +22,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -36,7 +35,7 @@ from atoll.data.shards import Dataset
 from atoll.data.sheets import save_picture
 from atoll.data.sources import Source
 from atoll.errors import InputError
-from atoll.evaluation.comparison import draw_metrics, draw_samples
+from atoll.evaluation.comparison import draw_metrics, draw_samples, over_seeds
 from atoll.evaluation.evaluate import ON_A_SHEET, REAL, Contender, Evaluation, Sampling
 from atoll.evaluation.judge import flops_of_step
 from atoll.evaluation.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of
@@ -319,7 +318,7 @@ class _Reproduction:
         for row in study.rows:
             of_seeds = [judged[self._asked(study, row, seed)].about for seed in self.seeds]
             about = {"hash": [one["hash"] for one in of_seeds], "sampling": asdict(row.sampling)}
-            figures = _over_seeds([one["figures"] for one in of_seeds])
+            figures = over_seeds([one["figures"] for one in of_seeds])
             rows.append({"name": row.label, "hddm": row.hddm, "ddm": row.ddm, **about, "figures": figures})
         return {"title": study.title, "claim": study.claim, "cluster": study.cluster, "rows": rows}
 
@@ -384,13 +383,3 @@ def _judge_row(how: _Judging, asked: _Asked) -> _Judged:
         return _Judged(about, evaluation.real_pictures(), captions)
     contender = Contender(asked.model.name, asked.model, asked.sampling)
     return _Judged(evaluation.judge(contender), evaluation.first_pictures(contender), captions)
-
-
-def _over_seeds(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The mean of each figure over seeds of training, and the deviation among them."""
-    combined = {}
-    for key in found[0]:
-        values = [float(figures[key]["value"]) for figures in found]
-        error = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        combined[key] = {"value": float(np.mean(values)), "error": error, "values": values}
-    return combined

@@ -7,7 +7,16 @@ from typing import Any
 from atoll.evaluation.comparison import BETTER, LOWER, better, keys_of, name_of, spoken
 from atoll.files import write_whole
 
-SHOWN = ("frechet", "coverage", "lpips_per_prompt", "clip_score", "prompt_accuracy", "label_accuracy", "flops_an_image")
+SHOWN = (
+    "frechet",
+    "kernel",
+    "coverage",
+    "lpips_per_prompt",
+    "clip_score",
+    "prompt_accuracy",
+    "label_accuracy",
+    "flops_an_image",
+)
 HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
 
 
@@ -30,7 +39,7 @@ def render_results(results: Mapping[str, Any]) -> str:
         lines += [f"## {study['title']}", "", f"*{study['claim']}*", "", *_table(study), ""]
         if study["cluster"] is not None:
             lines += [f"Experts, prompts and reference are of cluster {study['cluster']} alone.", ""]
-        lines += [f"![{name}]({name}.png)", ""]
+        lines += [f"![the figures of {name}]({name}.png)", "", f"![samples of {name}]({name}_samples.png)", ""]
     lines += [
         "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers.",
         "",
