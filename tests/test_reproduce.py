@@ -92,6 +92,39 @@ def test_what_is_wrong_with_a_recipe(recipe, tmp_path):
         Recipe.read(recipe)
 
 
+def test_the_tables():
+    """The best is bold where it leads by more than the deviations, and the papers' figures are beside it."""
+
+    def row(name, distance, error, flops, **more):
+        figures = {
+            "frechet/simple": {"value": distance, "error": error},
+            "flops_an_image": {"value": flops, "error": 1e3},
+            "recall/simple": {"value": 0.5, "error": None},  # not among those shown
+        }
+        return {"name": name, "figures": figures, **more}
+
+    rows = [
+        row("real pictures", 0.5, None, 0),
+        row("monolith", 4.9, 0.2, 1e8, hash=["a"], hddm="29.64"),
+        row("top-1", 4.3, 0.1, 1.001e8, hash=["b"], hddm="30.60"),
+    ]
+    study = {"title": "Ensembles", "claim": "Better.", "cluster": 3, "rows": rows}
+    results = {
+        "data": {"name": "emoji", "pictures": 3000},
+        "seeds": 3,
+        "recipe": {"plan": {"num_experts": 4, "num": 500}, "expert": {"steps": 10, "batch": 16}},
+        "training_flops": {"monolith": 1e12, "router": 1e9},
+        "studies": {"table1": study},
+    }
+    text = render_results(results)
+    assert "| top-1 | **4.30 ± 0.10** | 100 M | 30.60 |" in text
+    assert "| monolith | 4.90 ± 0.20 | 100 M | 29.64 |" in text
+    assert "are of cluster 3 alone" in text
+    assert "`frechet/simple`: Frechet distance (colour and edge features; not Inception FID); lower is better" in text
+    assert "recall" not in text
+    assert "**" not in render_results(json.loads(json.dumps(results).replace("4.3", "4.8")))
+
+
 def test_first_weights():
     """The expert whose weights are another's first ones is trained before it."""
     study = get_study("init", 4, Sampling())

@@ -95,7 +95,7 @@ def render_table(results: Mapping[str, Any]) -> str:
     lines += [f"| | | {' | '.join(_plain(model['name']) for model in models)} |", "|---|---|" + "---|" * len(models)]
     lines.append(f"| pictures | | {' | '.join(_counted(model) for model in models)} |")
     for key in keys_of(results):
-        cells = [_cell(key, model, models) for model in models]
+        cells = [cell_of(key, model, models) for model in models]
         lines.append(f"| {name_of(key)} | {better(key)} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -149,20 +149,22 @@ def with_error(key: str, figure: Mapping[str, Any]) -> str:
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
-def _cell(key: str, model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
+def cell_of(key: str, model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
+    """A figure with its error, bold if it beats all others."""
     figure = model["figures"].get(key)
     if figure is None:
         return ""
-    text = with_error(key, figure)
+    text = spoken(key, figure["value"]) if key == "flops_an_image" else with_error(key, figure)
     rivals = [other for other in models if other is not model and "hash" in other and key in other["figures"]]
     wins = "hash" in model and rivals and all(_beats(key, figure, rival["figures"][key]) for rival in rivals)
     return f"**{text}**" if wins else text
 
 
 def _beats(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether it is better by more than both errors together; FLOPs are counted, and have none."""
+    """Whether it is better by more than both errors together; of FLOPs, which are counted, by more than a hundredth."""
     lead = one["value"] - other["value"]
-    errors = [0.0 if key == "flops_an_image" else figure["error"] for figure in (one, other)]
+    counted = key == "flops_an_image"
+    errors = [figure["value"] / 100 if counted else figure["error"] for figure in (one, other)]
     if None in errors:
         return False
     return (-lead if better(key) == LOWER else lead) > math.hypot(*errors)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.evaluation.comparison import BETTER, LOWER, better, keys_of, name_of, spoken
+from atoll.evaluation.comparison import BETTER, better, cell_of, keys_of, name_of, spoken
 from atoll.files import write_whole
 
 SHOWN = (
@@ -41,9 +41,10 @@ def render_results(results: Mapping[str, Any]) -> str:
             lines += [f"Experts, prompts and reference are of cluster {study['cluster']} alone.", ""]
         lines += [f"![the figures of {name}]({name}.png)", "", f"![samples of {name}]({name}_samples.png)", ""]
     lines += [
-        "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers.",
+        "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers. "
+        "Bold is better than every other model by more than both deviations.",
         "",
-        *(f"- {name_of(key)}: {better(key)}." for key in _shown_keys(list(results["studies"].values()))),
+        *(f"- `{key}`: {name_of(key)}; {better(key)}." for key in _shown_keys(list(results["studies"].values()))),
     ]
     return "\n".join(lines) + "\n"
 
@@ -69,24 +70,9 @@ def _table(study: Mapping[str, Any]) -> list[str]:
     rows = study["rows"]
     keys = _shown_keys([study])
     papers = [paper for paper in HEADS if any(row.get(paper) for row in rows)]
-    heads = [*(name_of(key) for key in keys), *(HEADS[paper] for paper in papers)]
+    heads = [*(f"`{key}`" for key in keys), *(HEADS[paper] for paper in papers)]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    models = [row for row in rows if "hash" in row]
     for row in rows:
-        cells = [_cell(key, row, models) for key in keys] + [row.get(paper) or "" for paper in papers]
+        cells = [cell_of(key, row, rows) for key in keys] + [row.get(paper) or "" for paper in papers]
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     return lines
-
-
-def _cell(key: str, row: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
-    """The best of the models is bold, if there is one."""
-    figure = row["figures"].get(key)
-    if figure is None:
-        return ""
-    text = spoken(key, figure["value"])
-    if figure["error"] is not None and key != "flops_an_image":
-        text += f" ± {spoken(key, figure['error'])}"
-    values = [model["figures"][key]["value"] for model in models if key in model["figures"]]
-    best = min(values) if better(key) == LOWER else max(values)
-    wins = row in models and figure["value"] == best and values.count(best) == 1 and len(values) > 1
-    return f"**{text}**" if wins else text
