@@ -143,7 +143,9 @@ def with_error(key: str, figure: Mapping[str, Any]) -> str:
     value, error = figure["value"], figure["error"]
     if error is None:
         return spoken(key, value)
-    if not error or key == "flops_an_image":
+    if error <= 1e-9 * abs(value):  # all the same, but for rounding
+        return f"{spoken(key, value)} ± 0"
+    if key == "flops_an_image":
         return f"{spoken(key, value)} ± {spoken(key, error)}"
     digits = max(0, min(8, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}"
