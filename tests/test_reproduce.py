@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from atoll.cli.main import VERBS, main
 from atoll.errors import InputError
 from atoll.evaluation.evaluate import Sampling
 from atoll.evaluation.paper_scale import tell_commands
-from atoll.evaluation.reproduce import Recipe
+from atoll.evaluation.reproduce import Recipe, reproduce
 from atoll.evaluation.studies import COUNTS, NAMES, get_study, parts_of
 from atoll.evaluation.tables import render_results
 
@@ -185,6 +186,37 @@ def _listen(command, verb, found):
     return told
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ('features = "simple"', "features must be a list of names"),
+        ("features = [1]", "features must be a list of names"),
+        ('features = ["simpel"]', "unknown features 'simpel'"),
+        ('split = "heldout"', "unknown split 'heldout'"),
+        ("reference = 1", "num_reference must be at least 2"),
+        ("guidance = nan", "guidance must be above 0 and finite"),
+        ('ddpm_weighting = "foo"', "unknown weighting 'foo'"),
+        ("num_experts = 3", "a batch of 16 cannot be shared by 3 experts"),
+        ("[data]\nsize = 4", "size must be at least 8 pixels"),
+        ('[expert]\nweighting = "min-snr"', "weighting in .* is chosen by each comparison: leave it out"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_before_anything_is_done(wrong, words, tmp_path):
+    """Nothing is written, so that the recipe can be mended."""
+    key = wrong.partition(" =")[0]
+    lines = [line for line in RECIPE.splitlines() if not line.startswith(f"{key} =")]
+    head, table = wrong.split("\n") if wrong.startswith("[") else ("[study]", wrong)
+    if head in lines:
+        lines.insert(lines.index(head) + 1, table)
+    else:
+        lines += [head, table]
+    path = tmp_path / "wrong.toml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(InputError, match=words):
+        reproduce(["table4"], "shapes", tmp_path / "out", Recipe.read(path), progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_data(recipe, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -222,6 +254,8 @@ def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     main(command)  # nothing is left to do
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")} == before
     assert (tmp_path / "out" / "results.md").read_text() == text
+    recipe.write_text(recipe.read_text().replace("num = 8", "num = 6"))  # of what is judged, not of what is trained
+    main([*command, "--seeds", "1"])
     for name in ("table3", "table4", "init"):
         assert (tmp_path / "out" / f"{name}.png").exists()
         assert (tmp_path / "out" / f"{name}_samples.png").exists()
@@ -229,6 +263,12 @@ def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([word.replace("shapes", "digits") for word in command])
     assert "begun with another recipe or other data" in capsys.readouterr().err
+    partitioned = tmp_path / "out" / "data" / "kmeans_2"  # whose rows lie in clusters, is data as well
+    shutil.copytree(partitioned, tmp_path / "mine")
+    other = ["reproduce", "table4", "--data", "mine", "--recipe", str(recipe), "--seeds", "1", "--out", "other"]
+    main(other)
+    assert json.loads((tmp_path / "other" / "results.json").read_text())["data"]["pictures"] == 120
+    capsys.readouterr()
     recipe.write_text(recipe.read_text().replace("lr = 1e-3", "lr = 2e-3"))
     with pytest.raises(SystemExit):
         main(command)

@@ -31,7 +31,16 @@ from atoll.evaluation.frechet import least_for_infinity
 from atoll.evaluation.judge import bytes_of, counting
 from atoll.evaluation.labels import why_unreadable
 from atoll.evaluation.store import Store, hash_of
-from atoll.evaluation.yardstick import METRICS, MOST_PICTURES, Figure, Figures, Pictures, Settings, Yardstick
+from atoll.evaluation.yardstick import (
+    METRICS,
+    MOST_PICTURES,
+    Figure,
+    Figures,
+    Pictures,
+    Settings,
+    Yardstick,
+    reference_labels,
+)
 from atoll.files import alone, make_folder, write_json
 from atoll.models.expert import Expert
 from atoll.sampling import defaults
@@ -232,7 +241,7 @@ class Evaluation:
     def _why_no_labels(self) -> str:
         if self._prompt_rows is None:
             return "the prompts are given, and have no labels"
-        return why_unreadable(self.rows.data.texts("label", self.rows.train))
+        return why_unreadable(reference_labels(self.rows, self.settings))
 
     def _why_no_coverage(self) -> str:
         least = self.settings.neighbours + 1

@@ -35,7 +35,7 @@ class Reader:
         if why := why_unreadable(labels):
             raise InputError(why)
         rows, dim = check_finite(vectors), vectors.shape[1]
-        kept = np.flatnonzero(counts >= LEAST_OF_EACH)
+        kept = np.flatnonzero(_usable(found, counts))
         shares = counts[kept] / counts[kept].sum()
         means = np.stack([rows[kinds == k].mean(0) for k in kept])
         within = np.zeros((dim, dim))
@@ -56,7 +56,13 @@ class Reader:
 def why_unreadable(labels: Sequence[str]) -> str:
     """Why a classifier cannot be fitted to them, or nothing."""
     kinds, counts = np.unique(np.array(labels), return_counts=True)
-    usable = int((counts >= LEAST_OF_EACH).sum())
+    usable = int(_usable(kinds, counts).sum())
     if len(kinds) > MOST:
         return f"the pictures have {len(kinds)} labels, more than the {MOST} that are told apart"
-    return "" if usable > 1 else "the pictures have no labels, or all the same"
+    return "" if usable > 1 else "the pictures of the reference have no two labels that several of them share"
+
+
+def _usable(kinds: NDArray[np.str_], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """A label that several pictures have; without a name it is none."""
+    found: NDArray[np.bool_] = (counts >= LEAST_OF_EACH) & (kinds != "")
+    return found

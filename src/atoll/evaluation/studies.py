@@ -172,6 +172,7 @@ def _table3(num: int, way: _Ways) -> Study:
         (
             Row("DDPM, native", _alone(num, "ddpm"), way("top1", solver=NATIVE, longer=NATIVE_STEPS), "27.04"),
             Row("FM", _alone(num, "fm"), way("top1"), "20.23"),
+            Row("FM, cosine schedule", _alone(num, "fm-cosine"), way("top1")),
             Row("DDPM to FM, calibrated", _alone(num, "ddpm"), way("top1"), "25.61"),
             Row("DDPM to FM, exact", _alone(num, "ddpm"), way("top1", "exact")),
             Row("DDPM to FM, the paper's", _alone(num, "ddpm"), way("top1", "paper")),

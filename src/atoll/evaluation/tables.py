@@ -42,7 +42,7 @@ def render_results(results: Mapping[str, Any]) -> str:
         lines += [f"![the figures of {name}]({name}.png)", "", f"![samples of {name}]({name}_samples.png)", ""]
     lines += [
         "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers. "
-        "Bold is better than every other model by more than both deviations.",
+        "Bold is better than every other model by more than the root of the sum of both squared deviations.",
         "",
         *(f"- `{key}`: {name_of(key)}; {better(key)}." for key in _shown_keys(list(results["studies"].values()))),
     ]

@@ -81,6 +81,15 @@ class Figure(NamedTuple):
 Figures = dict[str, Figure]  # by metric and, after a slash, the network
 
 
+def shuffled(rows: Rows) -> NDArray[np.int64]:
+    """The training rows in the order in which they are taken as reference."""
+    return np.random.default_rng(1).permutation(rows.train)
+
+
+def reference_labels(rows: Rows, settings: Settings) -> list[str]:
+    return rows.data.texts("label", shuffled(rows)[: settings.num_reference])
+
+
 class Yardstick:
     """The networks, and the reference that pictures are compared with: the training pictures, through the codec."""
 
@@ -115,7 +124,7 @@ class Yardstick:
     @cached_property
     def shuffled(self) -> NDArray[np.int64]:
         """The training rows, of which the first are the reference."""
-        return np.random.default_rng(1).permutation(self.rows.train)
+        return shuffled(self.rows)
 
     @cached_property
     def others(self) -> NDArray[np.int64]:
@@ -134,15 +143,12 @@ class Yardstick:
         return found
 
     @cached_property
-    def reference_labels(self) -> list[str]:
-        return self.rows.data.texts("label", self.shuffled[: self.num_reference])
-
-    @cached_property
     def readers(self) -> dict[str, Reader]:
         """What tells labels from the features of each network."""
         return {
             name: Reader.fit(
-                self._vectors_of_rows(name, "train", self.shuffled, self.num_reference), self.reference_labels
+                self._vectors_of_rows(name, "train", self.shuffled, self.num_reference),
+                reference_labels(self.rows, self.settings),
             )
             for name in self.networks
         }
