@@ -69,7 +69,9 @@ def flags(**changes: object) -> list[str]:
 
 
 class TestKilled:
-    @pytest.mark.parametrize("kind", ["fm", "ddpm", "router"])
+    @pytest.mark.parametrize(
+        "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "router"))]
+    )
     def test_it_ends_as_if_nothing_had_happened(self, data, tmp_path, kind):
         """Killed with -9 at five random moments: the same weights, averaged weights and metrics, bit for bit."""
         verb = ["train-router", data] if kind == "router" else ["train", data, "--cluster", 1, "--objective", kind]
@@ -209,7 +211,10 @@ def shapes(tmp_path_factory) -> Path:
 
 
 class TestLearning:
-    @pytest.mark.parametrize("objective", SHAPES_BELOW)
+    @pytest.mark.parametrize(
+        "objective",
+        [pytest.param(name, marks=pytest.mark.slow) if name in ("x0", "v") else name for name in SHAPES_BELOW],
+    )
     def test_held_out_loss_falls(self, shapes, tmp_path, objective, report):
         settings = replace(
             QUICK, model="64x3/1", steps=150, batch=32, lr=3e-3, eval_every=150, save_every=150, objective=objective
