@@ -139,14 +139,12 @@ def spoken(key: str, value: float) -> str:
 
 
 def with_error(key: str, figure: Mapping[str, Any]) -> str:
-    """A figure and its error, both to the second digit of the error."""
+    """A figure and its error, both to the second digit of the error; FLOPs are counted, and have none."""
     value, error = figure["value"], figure["error"]
-    if error is None:
+    if error is None or key == "flops_an_image":
         return spoken(key, value)
     if error <= 1e-9 * abs(value):  # all the same, but for rounding
         return f"{spoken(key, value)} ± 0"
-    if key == "flops_an_image":
-        return f"{spoken(key, value)} ± {spoken(key, error)}"
     digits = max(0, min(8, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
@@ -156,7 +154,7 @@ def cell_of(key: str, model: Mapping[str, Any], models: Sequence[Mapping[str, An
     figure = model["figures"].get(key)
     if figure is None:
         return ""
-    text = spoken(key, figure["value"]) if key == "flops_an_image" else with_error(key, figure)
+    text = with_error(key, figure)
     rivals = [other for other in models if other is not model and "hash" in other and key in other["figures"]]
     wins = "hash" in model and rivals and all(_beats(key, figure, rival["figures"][key]) for rival in rivals)
     return f"**{text}**" if wins else text
@@ -231,9 +229,9 @@ def draw_samples(rows: Mapping[str, NDArray[np.uint8]], captions: Sequence[str])
     return sheet
 
 
-def draw_metrics(results: Mapping[str, Any]) -> Image.Image:
-    """A panel of bars for each figure, the real pictures in grey, with errors as whiskers."""
-    keys, models = keys_of(results), results["models"]
+def draw_metrics(results: Mapping[str, Any], keys: Sequence[str] | None = None) -> Image.Image:
+    """A panel of bars for each figure, or for some, the real pictures in grey, with errors as whiskers."""
+    keys, models = keys_of(results) if keys is None else keys, results["models"]
     bar, gap, width, columns = 22, 7, 460, min(2, len(keys))
     high = 62 + len(models) * (bar + gap) + 18
     rows = math.ceil(len(keys) / columns)

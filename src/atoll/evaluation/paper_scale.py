@@ -106,9 +106,8 @@ def _train(part: Part, recipe: Recipe, path: Path, data: str, seed: int) -> str:
     if part.is_router:
         blind = [] if getattr(settings, "text", True) else ["--no-text"]
         return _written("train-router", folder, *_flags({"recipe": path, **changed}), *blind, *end)
-    where = {"cluster": "all" if part.cluster is None else part.cluster}
-    first = {"init": None if part.first is None else _place(part.first, seed)}
-    return _written("train", folder, *_flags({**where, "recipe": path, **changed, **first}), *end)
+    first = None if part.first is None else _place(part.first, seed)
+    return _written("train", folder, *_flags({"cluster": part.where, "recipe": path, **changed, "init": first}), *end)
 
 
 def _assemble(model: Model, data: str, seed: int) -> str:
@@ -125,7 +124,7 @@ def _assemble(model: Model, data: str, seed: int) -> str:
 
 def _evaluate(study: Study, row: Row, recipe: Recipe, data: str, seed: int) -> str:
     plan, how = recipe.plan, row.sampling
-    folder = _data_of(data, study.rows[-1].model.experts[0].clusters)
+    folder = _data_of(data, study.clusters)
     where = "" if study.cluster is None else f"_cluster_{study.cluster}"
     name = f"{row.model.name}_{how.routing}_{how.conversion or how.solver}_{folder}{where}".replace(":", "")
     flags = _flags(

@@ -44,7 +44,7 @@ from atoll.evaluation.comparison import draw_metrics, draw_samples, over_seeds
 from atoll.evaluation.evaluate import ON_A_SHEET, REAL, Contender, Evaluation, Sampling
 from atoll.evaluation.judge import flops_of_step
 from atoll.evaluation.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of
-from atoll.evaluation.tables import write_results
+from atoll.evaluation.tables import shown_keys, write_results
 from atoll.evaluation.yardstick import Pictures
 from atoll.evaluation.yardstick import Settings as Measured
 from atoll.files import alone, make_folder, read_json, reason_of, write_json
@@ -229,7 +229,8 @@ class _Reproduction:
         write_json(self.out / "results.json", results)
         write_results(results, self.out / "results.md")
         for name, study in self.studies.items():
-            save_picture(draw_metrics({"models": results["studies"][name]["rows"]}), self.out / f"{name}.png")
+            rows = results["studies"][name]["rows"]
+            save_picture(draw_metrics({"models": rows}, shown_keys(rows)), self.out / f"{name}.png")
             real = judged[self._real(study)]
             drawn = {REAL: real.pictures} | {
                 row.label: judged[self._asked(study, row, 0)].pictures for row in study.rows
@@ -280,7 +281,7 @@ class _Reproduction:
                 data, settings = self._data_of(part.clusters), self.recipe.settings_of(part, seed)
                 verb = ["train-router", str(data)]
                 if not part.is_router:
-                    verb = ["train", str(data), "--cluster", "all" if part.cluster is None else str(part.cluster)]
+                    verb = ["train", str(data), "--cluster", part.where]
                 if part.first is not None:
                     verb += ["--init", str(self._folder_of(part.first, seed))]
                 jobs.append(job_of(f"seed {seed} {part.name}", verb, self._folder_of(part, seed), settings))
@@ -339,8 +340,7 @@ class _Reproduction:
         return _Judging(self.out / "evaluation", self.recipe.plan.measured(self.recipe.expert.device))
 
     def _real(self, study: Study) -> "_Asked":
-        # Routing by oracle asks for the clusters of the prompts, so the data is the partition that most models have.
-        return _Asked(self._data_of(study.rows[-1].model.experts[0].clusters), study.cluster)
+        return _Asked(self._data_of(study.clusters), study.cluster)
 
     def _asked(self, study: Study, row: Row, seed: int) -> "_Asked":
         return self._real(study)._replace(model=self._model_of(row.model, seed), sampling=row.sampling)

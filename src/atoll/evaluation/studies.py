@@ -38,6 +38,11 @@ class Part(NamedTuple):
     first: "Part | None" = None  # whose weights it starts from
 
     @property
+    def where(self) -> str:
+        """What it is trained on, as `--cluster` is told."""
+        return "all" if self.cluster is None else str(self.cluster)
+
+    @property
     def is_router(self) -> bool:
         return self.kind.endswith("router")
 
@@ -45,9 +50,8 @@ class Part(NamedTuple):
     def name(self) -> str:
         if self.is_router:
             return f"{self.clusters.name}_{self.kind}"
-        where = "all" if self.cluster is None else str(self.cluster)
         begun = "" if self.first is None else f"_from_{self.first.kind}_{self.first.cluster}"
-        return f"{self.clusters.name}_{self.kind}_{where}{begun}"
+        return f"{self.clusters.name}_{self.kind}_{self.where}{begun}"
 
 
 class Model(NamedTuple):
@@ -76,6 +80,11 @@ class Study:
     claim: str  # what the papers say of it
     rows: tuple[Row, ...]
     cluster: int | None = None  # prompts and reference are of this one alone
+
+    @property
+    def clusters(self) -> Clusters:
+        """Of the data that it is judged on: of the last row, for oracle routing asks for the clusters of prompts."""
+        return self.rows[-1].model.experts[0].clusters
 
     @property
     def parts(self) -> list[Part]:
@@ -177,7 +186,7 @@ def _table3(num: int, way: _Ways) -> Study:
             Row("DDPM to FM, exact", _alone(num, "ddpm"), way("top1", "exact")),
             Row("DDPM to FM, the paper's", _alone(num, "ddpm"), way("top1", "paper")),
             Row("combined, same schedule", _alone(num, "ddpm", "fm-cosine"), switch, "32.67"),
-            Row("combined, different schedules", _alone(num, "ddpm", "fm"), switch, "33.29"),
+            Row("combined, two schedules", _alone(num, "ddpm", "fm"), switch, "33.29"),
         ),
         cluster=0,
     )

@@ -35,6 +35,7 @@ def render_results(results: Mapping[str, Any]) -> str:
         *_budget(results),
         "",
     ]
+    every = [row for study in results["studies"].values() for row in study["rows"]]
     for name, study in results["studies"].items():
         lines += [f"## {study['title']}", "", f"*{study['claim']}*", "", *_table(study), ""]
         if study["cluster"] is not None:
@@ -44,7 +45,7 @@ def render_results(results: Mapping[str, Any]) -> str:
         "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers. "
         "Bold is better than every other model by more than the root of the sum of both squared deviations.",
         "",
-        *(f"- `{key}`: {name_of(key)}; {better(key)}." for key in _shown_keys(list(results["studies"].values()))),
+        *(f"- `{key}`: {name_of(key)}; {better(key)}." for key in shown_keys(every)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -59,16 +60,16 @@ def _budget(results: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _shown_keys(studies: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = dict.fromkeys(key for study in studies for key in keys_of({"models": study["rows"]}))
+def shown_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of the figures that some of the rows have, those that a reader wants to see."""
     order = list(BETTER)
-    chosen = [key for key in found if key.partition("/")[0] in SHOWN]
+    chosen = [key for key in keys_of({"models": rows}) if key.partition("/")[0] in SHOWN]
     return sorted(chosen, key=lambda key: order.index(key.partition("/")[0]))
 
 
 def _table(study: Mapping[str, Any]) -> list[str]:
     rows = study["rows"]
-    keys = _shown_keys([study])
+    keys = shown_keys(rows)
     papers = [paper for paper in HEADS if any(row.get(paper) for row in rows)]
     heads = [*(f"`{key}`" for key in keys), *(HEADS[paper] for paper in papers)]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
