@@ -1,16 +1,137 @@
-"""Files that are there whole or not at all, the one way to read JSON, and folders held by one process."""
+"""Files: written whole or not at all, read as data, and folders held by one process.
 
+Whatever was made elsewhere is opened by `open_regular` alone: only regular files, only inside their folder. So a FIFO
+cannot hang a reader, and a link cannot make it read, copy or publish a file of somebody else's.
+"""
+
+import errno
 import fcntl
+import hashlib
 import json
 import os
+import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from atoll.errors import InputError
+
+MAX_JSON = 64 << 20  # bytes; a tokenizer of a quarter of a million tokens has 20 MB
+MAX_DEPTH = 64  # of tables within tables
+KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+         stat.S_IFDIR: "a folder"}  # fmt: skip
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
+    """Opens a regular file that lies inside `root`, by default the folder that it is named in; else raises OSError."""
+    real = real_path(path, root)
+    kind = stat.S_IFMT(os.stat(real).st_mode)
+    if kind == stat.S_IFREG:
+        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        kind = stat.S_IFMT(os.fstat(handle).st_mode)  # what was opened, should it have been replaced meanwhile
+        if kind == stat.S_IFREG:
+            return open(handle, "rb")
+        os.close(handle)
+    raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'not a regular file')}, not a file", str(path))
+
+
+def real_path(path: Path, root: Path | None = None) -> Path:
+    """Returns where a file or folder really is; raises OSError if links lead it out of `root`."""
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent if root is None else root))
+    if not any(real.is_relative_to(folder) for folder in (home, *_hub_blobs(home))):
+        raise OSError(errno.EPERM, "it is a link that leaves its folder", str(path))
+    return real
+
+
+def _hub_blobs(home: Path) -> Iterator[Path]:
+    """Where the Hugging Face hub keeps the files that its snapshots consist of links to."""
+    for folder in (home, *home.parents):
+        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
+            yield folder.parent / "blobs"
+
+
+def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
+    """Returns a file's content, if it has at most `limit` bytes; else raises OSError before any is read."""
+    with open_regular(path, root) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > limit else file.read(limit + 1)
+    if size > limit or len(content) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+    return content
+
+
+def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, Any]:
+    """Returns a file's table of keys and values; `advice` says what to do if there is none."""
+    try:
+        values = parse_json(read_bytes(path, MAX_JSON, root))
+    except FileNotFoundError as error:
+        raise InputError(f"there is no {path}: {advice}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({reason_of(error)}): {advice}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} must hold a table of keys and values: {advice}")
+    return values
+
+
+def parse_json(content: bytes) -> Any:
+    """Returns what JSON of anyone's says; raises ValueError if it is not UTF-8, too deep or not finite."""
+    try:
+        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"it is more than {MAX_DEPTH} levels deep") from None
+    level, depth = [values], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is more than {MAX_DEPTH} levels deep")
+        level = [
+            part
+            for value in level
+            if isinstance(value, dict | list)
+            for part in (value.values() if isinstance(value, dict) else value)
+        ]
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is no JSON")
+
+
+def digest_of(path: Path, root: Path | None = None) -> str:
+    """Returns the SHA-256 of a file; raises OSError."""
+    with open_regular(path, root) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_digest(path: Path, root: Path | None = None) -> str:
+    """Returns the SHA-256 of a file, remembered from the last time if neither size nor time of change is another."""
+    about = real_path(path, root).stat()
+    key, version = str(real_path(path, root)), [about.st_size, about.st_mtime_ns, about.st_ino]
+    memory = _cache_folder() / "sha256" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        known = json.loads(memory.read_bytes())
+        if known["version"] == version and known["path"] == key:
+            return str(known["sha256"])
+    found = digest_of(path, root)
+    if time.time_ns() - about.st_mtime_ns > 2e9:  # of a file just written, a later change might have the same time
+        with suppress(InputError, UnicodeEncodeError):
+            write_json(memory, {"path": key, "version": version, "sha256": found})
+    return found
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll"
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -55,24 +176,11 @@ def write_json(path: Path, values: Any) -> None:
     write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8", errors="backslashreplace"))
 
 
-def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """A file's table of keys and values; `advice` says what to do if there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"there is no {path}: {advice}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error}): {advice}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path} must hold a table of keys and values: {advice}")
-    return values
-
-
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; the hold ends with the process, however it ends."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise InputError(
             f"cannot open {folder} ({error.strerror}): give a folder that is there and may be read"

@@ -1,0 +1,148 @@
+"""Safetensors files of anyone's: the header is checked against the file before memory is taken for what it claims.
+
+Tensors are read into memory of their own rather than mapped. A mapped tensor lies wherever the header's length puts it,
+and MKL rounds small products by the alignment of their operands, so the same weights would give other bits than
+weights that were never on disk; and a file that is cut short while it is mapped kills the process that reads it.
+"""
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from atoll.errors import InputError, shown
+from atoll.files import open_regular, parse_json, reason_of
+
+MAX_HEADER = 100 << 20  # bytes, the format's own limit
+MAX_DIMS = 16
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A tensor as the header describes it; its bytes are file[start:end]."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class TensorFile:
+    """A safetensors file that is open for reading. Raises InputError, which ends with `advice`, for any other file."""
+
+    def __init__(self, path: Path, advice: str, root: Path | None = None) -> None:
+        self.path, self.advice = path, advice
+        try:
+            self._file = open_regular(path, root)
+        except FileNotFoundError as error:
+            raise InputError(f"{path} is missing: {advice}") from error
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason_of(error)}): {advice}") from error
+        try:
+            self.entries, self.metadata = read_header(self._file)
+        except (OSError, ValueError) as error:
+            self._file.close()
+            raise self._damaged(error) from error
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Returns all tensors, or those of these names, each in fresh memory, which torch aligns to 64 bytes."""
+        entries = self.entries if names is None else {name: self.entries[name] for name in names}
+        check_memory(sum(entry.end - entry.start for entry in entries.values()), str(self.path))
+        try:
+            return {name: self._tensor(entry) for name, entry in entries.items()}
+        except (OSError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    def _tensor(self, entry: Entry) -> Tensor:
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if tensor.numel():
+            self._file.seek(entry.start)
+            content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            while content:
+                count = self._file.readinto(content)
+                if not count:
+                    raise ValueError("it was cut short while it was read")
+                content = content[count:]
+        return tensor
+
+    def _damaged(self, error: Exception) -> InputError:
+        return InputError(f"{self.path} is truncated or not a safetensors file ({reason_of(error)}): {self.advice}")
+
+
+def read_tensors(path: Path, advice: str, root: Path | None = None) -> dict[str, Tensor]:
+    """Returns all tensors of a file."""
+    with TensorFile(path, advice, root) as file:
+        return file.read()
+
+
+def read_header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Returns what is in the file, and its metadata; raises ValueError unless it is exactly what the file can hold."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(MAX_HEADER, size - 8):
+        raise ValueError(f"{size} bytes are too few for its header")
+    header = parse_json(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no table of strings")
+    entries = {name: _entry(name, about, 8 + length, size) for name, about in header.items()}
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
+        if entry.start != end:
+            raise ValueError("its tensors overlap or leave gaps")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes, and its header describes {end}")
+    return entries, metadata
+
+
+def _entry(name: str, about: object, start: int, size: int) -> Entry:
+    if not isinstance(about, Mapping):
+        raise ValueError(f"{shown(name)} is described by {shown(about)}")
+    dtype, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
+        raise ValueError(f"{shown(name)} is described by {shown(about)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{shown(name)} has the unknown type {shown(dtype)}")
+    first, last = offsets
+    if math.prod(shape) * DTYPES[dtype].itemsize != last - first:
+        raise ValueError(f"{shown(name)} of shape {shown(shape)} has {shown(last - first)} bytes")
+    if start + last > size:
+        raise ValueError(f"it has {size} bytes, and {shown(name)} ends at {shown(start + last)}")
+    return Entry(dtype, tuple(shape), start + first, start + last)
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def check_memory(num_bytes: int, what: str) -> None:
+    """Refuses what cannot fit into the memory of this machine, before it is tried."""
+    try:
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return
+    if num_bytes > here:
+        raise InputError(
+            f"{what} needs {num_bytes / 1e9:,.0f} GB of memory, and this machine has {here / 1e9:,.0f}: "
+            "use a larger machine, or check where it comes from"
+        )
