@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, shown, unknown
 
 T = TypeVar("T")
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def build(cls: type[T], values: object, what: str) -> T:
     """An instance of the dataclass `cls` from a mapping. `what` names it to the reader of an error."""
     if not isinstance(values, Mapping):
-        raise InputError(f"{what} must be a table of keys and values, but is {values!r:.80}")
+        raise InputError(f"{what} must be a table of keys and values, but is {shown(values)}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -25,7 +25,7 @@ def build(cls: type[T], values: object, what: str) -> T:
     for key, value in values.items():
         if not _fits(value, hints[key]):
             kind = getattr(hints[key], "__name__", hints[key])
-            raise InputError(f"{key} of {what} must be of type {kind}, but is {value!r}")
+            raise InputError(f"{key} of {what} must be of type {kind}, but is {shown(value)}")
     return cls(**values)
 
 

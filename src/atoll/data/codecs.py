@@ -27,12 +27,13 @@ from atoll.data.pretrained import (
     stored_dtype,
     two_numbers,
 )
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, shown, unknown
 from atoll.files import read_json
 from atoll.models.store import Stored
 
 FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
 MAX_COMPONENTS, EXPLAINED = 48, 0.99
+MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no picture needs them
 MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
 
 
@@ -128,10 +129,11 @@ class PCAConfig:
     explained_variance: float  # of the sample it was fitted to
 
     def __post_init__(self) -> None:
-        if self.patch_size < 1 or not 1 <= self.num_components <= 3 * self.patch_size**2:
+        if not 1 <= self.patch_size <= MAX_PATCH or not 1 <= self.num_components <= 3 * self.patch_size**2:
             raise InputError(
-                f"a pca codec keeps 1 to 3 x patch x patch numbers of each patch, "
-                f"but {self.num_components} of {self.patch_size} x {self.patch_size} pixels were asked for"
+                f"a pca codec keeps 1 to 3 x patch x patch numbers of each patch of up to {MAX_PATCH} pixels a side, "
+                f"but {shown(self.num_components)} of {shown(self.patch_size)} x {shown(self.patch_size)} pixels "
+                "were asked for"
             )
 
 

@@ -26,12 +26,13 @@ from atoll.data.pretrained import (
     stored_dtype,
     two_numbers,
 )
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, shown, unknown
 from atoll.files import read_json
 from atoll.models.store import Stored
 
 FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the published Paris model has them
 PADDING, BEGIN = 0, 1
+MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
 NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
 PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
 
@@ -98,6 +99,11 @@ class WordsConfig:
             raise InputError(f"the width of the words' tokens must be even and at least 2, but is {self.dim}")
         if self.max_length < 2:
             raise InputError(f"the length of the words' texts must be at least 2, but is {self.max_length}")
+        if self.dim > 65536 or self.max_length > 65536 or self.dim * self.max_length > MAX_POSITIONS:
+            raise InputError(
+                f"words of width {shown(self.dim)} in texts of {shown(self.max_length)} take too much memory: "
+                f"the product may be up to {MAX_POSITIONS}"
+            )
 
 
 class Words(Stored):

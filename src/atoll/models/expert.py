@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from atoll.config import build
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.transfer import Calibration, Conversion, Transfer
-from atoll.errors import InputError
-from atoll.files import write_whole
+from atoll.errors import InputError, shown
+from atoll.files import reason_of, write_whole
 from atoll.models.dit import DiT
 from atoll.models.prior import TextPrior
 from atoll.models.store import CONFIG, WEIGHTS, folder_of
+from atoll.tensors import read_tensors
 
 CALIBRATION = "calibration.safetensors"
 
@@ -97,19 +97,17 @@ def learned_guidance(card: Mapping[str, Any], where: Path) -> float:
     """What a card says of guidance; most say nothing, and have learned none."""
     found = card.get("guidance", 1.0)
     if type(found) not in (int, float) or not 0 < found < math.inf:
-        raise InputError(f"{where} is damaged, its 'guidance' is {found!r:.60}: copy it again from its source")
+        raise InputError(f"{where} is damaged, its 'guidance' is {shown(found)}: copy it again from its source")
     return float(found)
 
 
 def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:
+    tensors = read_tensors(path, f"the expert's {CONFIG} names it, so copy it again from its source")
     try:
-        tensors = load_file(path)
         found = Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
         if "text_weight" not in tensors:
             return found, None
         weight, centre, null, limit = (tensors[f"text_{name}"] for name in ("weight", "centre", "null", "limit"))
         return found, TextPrior(found.mean, weight, centre, null, float(limit))
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing, though the expert's {CONFIG} names it: copy it again") from error
-    except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"{path} is damaged ({error}): copy it again from its source") from error
+    except (KeyError, RuntimeError, TypeError) as error:  # a tensor is not there, or of another shape
+        raise InputError(f"{path} is damaged ({reason_of(error)}): copy it again from its source") from error

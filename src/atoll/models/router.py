@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, shown, unknown
 from atoll.models.dit import TextContext, Trunk, TrunkConfig, plain_norm
 
 HEADS = ("linear", "mlp")
+MAX_EXPERTS = 65536
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class RouterConfig(TrunkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_experts < 1:
-            raise InputError(f"num_experts must be at least 1, but is {self.num_experts}")
+        if not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise InputError(f"num_experts must be from 1 to {MAX_EXPERTS}, but is {shown(self.num_experts)}")
         if self.head not in HEADS:
             raise unknown("head", self.head, HEADS)
 

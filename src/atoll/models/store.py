@@ -18,12 +18,14 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.config import build
-from atoll.errors import InputError, NotFiniteError
+from atoll.errors import InputError, NotFiniteError, shown
 from atoll.files import make_readable, read_json
+from atoll.tensors import DTYPES as TYPES
+from atoll.tensors import TensorFile
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -84,15 +86,22 @@ class Stored(nn.Module):
         """The network that a config describes, without memory for its weights."""
         about = read_json(path, f"a model is a folder with {CONFIG} and {WEIGHTS}, copy it again from its source")
         if about.get("format") != FORMAT:
-            raise InputError(f"{path} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
+            raise InputError(
+                f"{path} has format {shown(about.get('format'))}, and this version of atoll reads {FORMAT}"
+            )
         if about.get("model") != cls.__name__:
-            raise InputError(f"{path} describes a {about.get('model')!r}, not a {cls.__name__}: give the right folder")
+            raise InputError(
+                f"{path} describes a {shown(about.get('model'))}, not a {cls.__name__}: give the right folder"
+            )
         unexpected = sorted(set(about) - {"format", "model", "architecture"} - cls.card_keys)
         if unexpected:
-            raise InputError(f"{path} has the unknown key {unexpected[0]!r}: a newer atoll may have written it")
+            raise InputError(f"{path} has the unknown key {shown(unexpected[0])}: a newer atoll may have written it")
         config: Any = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
-        with torch.device("meta"):
-            model = cls(config)
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except (RuntimeError, OverflowError, MemoryError) as error:  # more numbers than torch can count
+            raise InputError(f"the architecture in {path} is larger than any machine: copy it again") from error
         model.card = {key: about[key] for key in about if key in cls.card_keys}
         return model
 
@@ -127,30 +136,34 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The weights, if they are exactly the model's: no key more or less, every shape right, every value finite."""
-    try:
-        weights = load_file(path)
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: a model is a folder with {CONFIG} and {WEIGHTS}") from error
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} is truncated or not a safetensors file ({error}): copy it again") from error
+    """The weights, if they are exactly the model's: no key more or less, every shape right, every value finite.
+
+    Names, shapes and types are those of the header: nothing is read before they are found to be right.
+    """
     expected = model.state_dict()
-    for name in sorted(expected.keys() ^ weights.keys()):
-        fault = "lacks" if name in expected else "has the unknown tensor"
-        raise InputError(f"{path} {fault} {name}: its weights belong to another architecture than its {CONFIG}")
-    kinds: set[str] = set()
+    with TensorFile(path, f"a model is a folder with {CONFIG} and {WEIGHTS}, copy it again from its source") as file:
+        for name in sorted(expected.keys() ^ file.entries.keys()):
+            fault = "lacks" if name in expected else "has the unknown tensor"
+            raise InputError(
+                f"{path} {fault} {shown(name)}: its weights belong to another architecture than its {CONFIG}"
+            )
+        kinds: set[str] = set()
+        for name, entry in file.entries.items():
+            wanted, dtype = expected[name], TYPES[entry.dtype]
+            if entry.shape != wanted.shape:
+                raise InputError(
+                    f"{name} in {path} has shape {list(entry.shape)}, but its {CONFIG} makes it {list(wanted.shape)}"
+                )
+            counts = not wanted.is_floating_point()
+            if dtype != wanted.dtype if counts else dtype not in DTYPES:
+                raise InputError(f"{name} in {path} has dtype {dtype}, which no weights have: copy the file again")
+            kinds |= set() if counts else {str(dtype)}
+        if len(kinds) > 1:
+            raise InputError(f"the weights in {path} are of types {', '.join(sorted(kinds))}: they must all be of one")
+        weights = file.read()
     for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            wanted = list(expected[name].shape)
-            raise InputError(f"{name} in {path} has shape {list(tensor.shape)}, but its {CONFIG} makes it {wanted}")
-        counts = not expected[name].is_floating_point()
-        if tensor.dtype != expected[name].dtype if counts else tensor.dtype not in DTYPES:
-            raise InputError(f"{name} in {path} has dtype {tensor.dtype}, which no weights have: copy the file again")
-        kinds |= set() if counts else {str(tensor.dtype)}
         if not bool(torch.isfinite(tensor).all()):
             raise NotFiniteError(
                 f"{name} in {path} holds values that are not finite: the file is damaged or training diverged"
             )
-    if len(kinds) > 1:
-        raise InputError(f"the weights in {path} are of types {', '.join(sorted(kinds))}: they must all be of one")
     return weights

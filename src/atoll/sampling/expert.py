@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from atoll.config import build
@@ -26,6 +24,7 @@ from atoll.models.dit import DiT, TextContext
 from atoll.models.expert import CALIBRATION, Expert, learned_guidance
 from atoll.models.prior import TextPrior
 from atoll.models.store import CONFIG, WEIGHTS, folder_of
+from atoll.tensors import read_tensors
 
 Shape = tuple[int, ...]
 CPU = torch.device("cpu")
@@ -127,8 +126,8 @@ class FunctionExpert:
 class FolderExpert:
     """An expert in its folder, whose weights are in memory only from `load` to `unload`.
 
-    The file stays the place of the weights: it is mapped, and `unload` gives the mapping back. The first `load` checks
-    every value; the next ones only map again what has been checked.
+    The first `load` checks every value; the next ones only read again what has been checked. Weights are read into
+    memory of their own, not mapped, so that results do not depend on where in the file they lie.
     """
 
     def __init__(
@@ -195,10 +194,7 @@ class FolderExpert:
         path = self.path / WEIGHTS
         if self._file_stamp() != self._stamp:
             raise InputError(f"{path} was changed while it was in use: start again")
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path} can no longer be read ({error}): start again when it is back") from error
+        return read_tensors(path, "start again when it is back")
 
     def _file_stamp(self) -> tuple[int, ...]:
         try:
