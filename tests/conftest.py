@@ -1,9 +1,11 @@
 """What all tests share."""
 
 import os
+from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["XDG_CACHE_HOME"] = (_cache := TemporaryDirectory(prefix="atoll-tests-")).name  # not the user's own
 
 from collections.abc import Callable
 

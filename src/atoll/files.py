@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import stat
 import time
@@ -84,7 +85,7 @@ def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, An
 def parse_json(content: bytes) -> Any:
     """Returns what JSON of anyone's says; raises ValueError if it is not UTF-8, too deep or not finite."""
     try:
-        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise ValueError(f"it is more than {MAX_DEPTH} levels deep") from None
     level, depth = [values], 0
@@ -99,6 +100,13 @@ def parse_json(content: bytes) -> Any:
             for part in (value.values() if isinstance(value, dict) else value)
         ]
     return values
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"it holds {text[:20]}, which no number can be")
+    return value
 
 
 def _refuse_constant(name: str) -> Any:

@@ -20,6 +20,7 @@ from atoll.files import open_regular, parse_json, reason_of
 
 MAX_HEADER = 100 << 20  # bytes, the format's own limit
 MAX_DIMS = 16
+ALIGNMENT = 64  # bytes, as torch aligns its own tensors
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -62,25 +63,38 @@ class TensorFile:
         self._file.close()
 
     def read(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Returns all tensors, or those of these names, each in fresh memory, which torch aligns to 64 bytes."""
+        """Returns all tensors, or those of these names, in one piece of fresh memory, each aligned to 64 bytes.
+
+        One piece, since the allocator gives a large one back to the system as soon as it is free, and keeps small ones.
+        """
         entries = self.entries if names is None else {name: self.entries[name] for name in names}
-        check_memory(sum(entry.end - entry.start for entry in entries.values()), str(self.path))
+        places: dict[str, int] = {}
+        total = 0
+        for name, entry in entries.items():
+            places[name] = total
+            total += -(-(entry.end - entry.start) // ALIGNMENT) * ALIGNMENT
+        check_memory(total, str(self.path))
+        memory = torch.empty(total, dtype=torch.uint8)
         try:
-            return {name: self._tensor(entry) for name, entry in entries.items()}
+            for name in sorted(entries, key=lambda name: entries[name].start):
+                self._read_into(memory[places[name] :], entries[name])
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
+        return {
+            name: memory[places[name] : places[name] + entry.end - entry.start]
+            .view(DTYPES[entry.dtype])
+            .view(entry.shape)
+            for name, entry in entries.items()
+        }
 
-    def _tensor(self, entry: Entry) -> Tensor:
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        if tensor.numel():
-            self._file.seek(entry.start)
-            content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            while content:
-                count = self._file.readinto(content)
-                if not count:
-                    raise ValueError("it was cut short while it was read")
-                content = content[count:]
-        return tensor
+    def _read_into(self, memory: Tensor, entry: Entry) -> None:
+        self._file.seek(entry.start)
+        content = memoryview(memory[: entry.end - entry.start].numpy().data)
+        while content:
+            count = self._file.readinto(content)
+            if not count:
+                raise ValueError("it was cut short while it was read")
+            content = content[count:]
 
     def _damaged(self, error: Exception) -> InputError:
         return InputError(f"{self.path} is truncated or not a safetensors file ({reason_of(error)}): {self.advice}")

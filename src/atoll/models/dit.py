@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from atoll.diffusion.schedules import check_times
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, shown, unknown
 from atoll.models.store import Stored
 
 TEXT_PROJECTIONS = ("linear", "mlp")
 ADALNS = ("single", "block")
 NUM_FREQUENCIES = 256
+MAX_LATENTS, MAX_TOKENS = 2**24, 2**16  # numbers and tokens per sample: pictures of 8192 pixels a side and more
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,16 @@ class TrunkConfig:
             if name == "text_dim" and value is None:
                 continue
             if type(value) is not int or not 1 <= value <= most:
-                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value!r}")
+                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {shown(value)}")
         for name in ("mlp_ratio", "time_scale"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.01 <= value <= 1e6:
-                raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {value!r}")
+                raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {shown(value)}")
+        if self.in_channels * self.input_size**2 > MAX_LATENTS or self.num_tokens > MAX_TOKENS:
+            raise InputError(
+                f"{self.in_channels} x {self.input_size} x {self.input_size} latents in patches of {self.patch_size} are "
+                f"too many: a sample has at most {MAX_LATENTS} numbers and {MAX_TOKENS} tokens"
+            )
         if self.input_size % self.patch_size:
             raise InputError(f"input_size {self.input_size} is not a multiple of patch_size {self.patch_size}")
         if self.hidden_size % self.num_heads or self.hidden_size % 4:
@@ -64,7 +70,7 @@ class TrunkConfig:
         if self.adaln not in ADALNS:
             raise unknown("adaln", self.adaln, ADALNS)
         if type(self.frequency_shift) is not int or self.frequency_shift not in (0, 1):
-            raise InputError(f"frequency_shift must be 0 or 1, but is {self.frequency_shift!r}")
+            raise InputError(f"frequency_shift must be 0 or 1, but is {shown(self.frequency_shift)}")
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +87,7 @@ class DiTConfig(TrunkConfig):
         super().__post_init__()
         value = self.out_channels
         if value is not None and (type(value) is not int or not 1 <= value <= 4096):
-            raise InputError(f"out_channels must be a whole number from 1 to 4096, or None, but is {value!r}")
+            raise InputError(f"out_channels must be a whole number from 1 to 4096, or None, but is {shown(value)}")
 
 
 class TextContext(NamedTuple):

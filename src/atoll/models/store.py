@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atoll.config import build
 from atoll.errors import InputError, NotFiniteError, shown
-from atoll.files import make_readable, read_json
+from atoll.files import digest_of, known_digest, make_readable, read_json
 from atoll.tensors import DTYPES as TYPES
 from atoll.tensors import TensorFile
 
@@ -35,13 +35,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Stored(nn.Module):
     """A network with `save_pretrained`, `from_pretrained` and `push_to_hub`; subclasses name their config.
 
-    `card` is what its config.json says beside the architecture, under the keys that its class knows.
+    `card` is what its config.json says beside the architecture, under the keys that its class knows. It also holds the
+    SHA-256 of the weights, so that neither a flipped bit nor the weights of another network go unnoticed.
     """
 
     config_class: ClassVar[type]
     card_keys: ClassVar[frozenset[str]] = frozenset()
     config: Any
     card: Mapping[str, Any] = MappingProxyType({})
+    weights_digest: str | None = None  # as config.json has it; None: it was written before it had one
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the folder. Each file is replaced in one go, so a full disk leaves the old ones as they were."""
@@ -59,6 +61,7 @@ class Stored(nn.Module):
             folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, staged[WEIGHTS])
             make_readable(staged[WEIGHTS])
+            about["sha256"] = digest_of(staged[WEIGHTS])
             staged[CONFIG].write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
             for name, path in staged.items():
                 os.replace(path, folder / name)
@@ -79,6 +82,10 @@ class Stored(nn.Module):
         path = folder_of(folder, revision)
         model = cls._from_config(path / CONFIG)
         model.load_state_dict(_read_weights(path / WEIGHTS, model), assign=True)
+        if model.weights_digest is not None and known_digest(path / WEIGHTS) != model.weights_digest:
+            raise InputError(
+                f"{path / WEIGHTS} is not the file that its {CONFIG} belongs to: copy the folder again from its source"
+            )
         return model.to(dtype=dtype).eval()
 
     @classmethod
@@ -93,7 +100,7 @@ class Stored(nn.Module):
             raise InputError(
                 f"{path} describes a {shown(about.get('model'))}, not a {cls.__name__}: give the right folder"
             )
-        unexpected = sorted(set(about) - {"format", "model", "architecture"} - cls.card_keys)
+        unexpected = sorted(set(about) - {"format", "model", "architecture", "sha256"} - cls.card_keys)
         if unexpected:
             raise InputError(f"{path} has the unknown key {shown(unexpected[0])}: a newer atoll may have written it")
         config: Any = build(cls.config_class, about.get("architecture"), f"the architecture in {path}")
@@ -102,6 +109,7 @@ class Stored(nn.Module):
                 model = cls(config)
         except (RuntimeError, OverflowError, MemoryError) as error:  # more numbers than torch can count
             raise InputError(f"the architecture in {path} is larger than any machine: copy it again") from error
+        model.weights_digest = about.get("sha256")
         model.card = {key: about[key] for key in about if key in cls.card_keys}
         return model
 

@@ -6,13 +6,14 @@ MODEL/router/                    config.json, model.safetensors; one expert need
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 """
 
+import errno
 import hashlib
 import json
 import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,18 @@ from atoll.data.pretrained import named
 from atoll.data.text import FOLDER as TEXT
 from atoll.data.text import TOKENIZER, load_text_encoder
 from atoll.diffusion.objective import OBJECTIVES, Objective
-from atoll.errors import InputError
-from atoll.files import alone, make_readable, read_json, reason_of, write_json
+from atoll.errors import InputError, shown
+from atoll.files import (
+    alone,
+    digest_of,
+    known_digest,
+    make_readable,
+    open_regular,
+    read_json,
+    real_path,
+    reason_of,
+    write_json,
+)
 from atoll.models.centroids import CentroidRouter
 from atoll.models.convert import REPORT
 from atoll.models.dit import DiT
@@ -41,6 +52,8 @@ INDEX, ROUTER = "model_index.json", "router"
 FORMAT, CLASS = 1, "AtollPipeline"
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its training state stays where it is
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
+MAX_COPIED = 64 << 20  # bytes of a file that is not weights
+MAX_SIDE = 8192  # pixels of a picture
 PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
 MADE = "give a folder that `atoll assemble` has made"
 AGAIN = "copy it again from its source"
@@ -71,24 +84,35 @@ class ModelIndex:
         object.__setattr__(self, "experts", tuple(self.experts))
         for part in (*self.experts, self.router):
             if part is not None and not _is_plain(folder := value_of(part, "folder", str, f"a part in {INDEX}")):
-                raise InputError(f"the folder of a part must be a plain name, but is {folder!r}")
+                raise InputError(f"the folder of a part must be a plain name, but is {shown(folder)}")
         if self.num_experts < 1 or len(self.experts) != self.num_experts:
-            raise InputError(f"num_experts is {self.num_experts}, but {len(self.experts)} experts are listed")
+            raise InputError(f"num_experts is {shown(self.num_experts)}, but {len(self.experts)} experts are listed")
         for path in self.files:
             if len(Path(path).parts) != 2 or not all(map(_is_plain, Path(path).parts)):
-                raise InputError(f"a file must be named as FOLDER/NAME, but one is {path!r}")
+                raise InputError(f"a file must be named as FOLDER/NAME, but one is {shown(path)}")
             value_of(self.files, path, str, f"the list of files in {INDEX}")
-        for part in self.experts:
+        for k, part in enumerate(self.experts):
             if part is not None:
-                about = f"{part['folder']} in {INDEX}"
-                value_of(part, "cluster", int | None, about)
+                about = f"{shown(part['folder'])} in {INDEX}"
+                cluster = value_of(part, "cluster", int | None, about)
+                if self.router is not None and cluster not in (k, None if self.num_experts == 1 else k):
+                    raise InputError(
+                        f"{INDEX} has the expert of cluster {cluster} in the place of {k}, so the router would mistake "
+                        "them: assemble the model again"
+                    )
                 value_of(value_of(part, "objective", Mapping, about), "name", str, about)
         folders = [part["folder"] for part in (*self.experts, self.router) if part is not None]
         for name, count in Counter(folders).items():
             if count > 1:
-                raise InputError(f"{INDEX} names {name} for {count} parts: assemble the model again")
+                raise InputError(f"{INDEX} names {shown(name)} for {count} parts: assemble the model again")
         value_of(self.latent_space, "codec", Mapping, f"latent_space in {INDEX}")
-        shape_of(self.latent_space, f"latent_space in {INDEX}")
+        _, size, _ = shape_of(self.latent_space, f"latent_space in {INDEX}")
+        factor = self.latent_space["codec"].get("factor", 1)
+        if type(factor) not in (int, float) or not 0 < factor * size <= MAX_SIDE:
+            raise InputError(
+                f"the latents in {INDEX} are {shown(size)} wide and the codec's factor is {shown(factor)}, but images have "
+                f"at most {MAX_SIDE} pixels a side: {AGAIN}"
+            )
 
     @property
     def hash(self) -> str:
@@ -109,11 +133,11 @@ class ModelIndex:
         path = folder / INDEX
         if not path.exists() and (folder / CONFIG).exists():
             raise InputError(f"{folder} is a part, not a model: run `atoll assemble {folder} --data DATA --out MODEL`")
-        values = read_json(path, MADE)
+        values = read_json(path, MADE, folder)
         if values.pop("_class_name", None) != CLASS:
             raise InputError(f"{path} does not describe an {CLASS}: {MADE}")
         if (found := values.pop("format", None)) != FORMAT:
-            raise InputError(f"{path} has format {found!r}, and this version of atoll reads {FORMAT}")
+            raise InputError(f"{path} has format {shown(found)}, and this version of atoll reads {FORMAT}")
         promised = values.pop("hash", None)
         value_of(values, "experts", list, str(path))
         index = build(cls, values, str(path))
@@ -123,21 +147,28 @@ class ModelIndex:
 
     def check_card(self, folder: Path, part: str) -> None:
         """Refuse a part whose config.json is not the one that was assembled, before any of its weights are read."""
-        if _digest(folder / part / CONFIG) != self.files.get(f"{part}/{CONFIG}"):
+        if _digest(folder / part / CONFIG, folder) != self.files.get(f"{part}/{CONFIG}"):
             raise InputError(f"{folder / part} is not the one the model was assembled with: assemble the model again")
+
+    def check_files(self, folder: Path, *parts: str) -> None:
+        """Refuse a part of which any file is not the one that was assembled; each is hashed once and remembered."""
+        for name, expected in self.files.items():
+            if name.partition("/")[0] in parts and _digest(folder / name, folder, known_digest) != expected:
+                raise InputError(f"{folder / name} is not the file that the model was made of: {AGAIN}")
 
     def verify(self, folder: str | Path) -> None:
         """Read every file, and name the first that is not what it was; parts that are missing altogether may be."""
+        folder = Path(folder)
         for name, expected in self.files.items():
-            path = Path(folder) / name
-            if path.parent.is_dir() and (not path.is_file() or _digest(path) != expected):
+            path = folder / name
+            if path.parent.is_dir() and (not path.is_file() or _digest(path, folder) != expected):
                 raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
     """The folder itself, or where the hub's files are kept on this machine."""
     if not isinstance(folder, str | Path):
-        raise InputError(f"a model is a folder or a hub id, not {folder!r:.80}: {MADE}")
+        raise InputError(f"a model is a folder or a hub id, not {shown(folder)}: {MADE}")
     if Path(folder).is_dir():
         return Path(folder)
     if isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~" or Path(folder).exists():
@@ -168,7 +199,9 @@ def check_part(
 def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str, model: str | Path) -> None:
     """Refuse a part whose codec or text encoder is not that of `model`."""
     if any(theirs.get(key) != ours.get(key) for key in ("fingerprint", "dtype")):
-        one, other = (f"{about.get('spec')}, {str(about.get('fingerprint'))[:8]}" for about in (theirs, ours))
+        one, other = (
+            f"{shown(about.get('spec'))[1:-1]}, {str(about.get('fingerprint'))[:8]}" for about in (theirs, ours)
+        )
         raise InputError(
             f"{path} does not fit: its {what} ({one}) is not that of {model} ({other}), "
             "so give parts that were made from one data set"
@@ -178,12 +211,12 @@ def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any],
 def value_of(table: object, key: str, kind: Any, where: str) -> Any:
     """A value of a table that anyone may have written, if it is of this kind."""
     if not isinstance(table, Mapping):
-        raise InputError(f"{where} is damaged, there is {table!r:.60} in place of a table with {key!r}: {AGAIN}")
+        raise InputError(f"{where} is damaged, there is {shown(table)} in place of a table with {key!r}: {AGAIN}")
     if key not in table:
         raise InputError(f"{where} is damaged, it lacks {key!r}: {AGAIN}")
     value = table[key]
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise InputError(f"{where} is damaged, its {key!r} must be {KINDS[kind]}, but is {value!r:.60}: {AGAIN}")
+        raise InputError(f"{where} is damaged, its {key!r} must be {KINDS[kind]}, but is {shown(value)}: {AGAIN}")
     return value
 
 
@@ -191,7 +224,7 @@ def shape_of(space: Mapping[str, Any], where: str) -> list[int]:
     """[C, S, S] of a latent space."""
     shape: list[int] = value_of(space, "shape", list, where)
     if len(shape) != 3 or any(type(size) is not int or size < 1 for size in shape):
-        raise InputError(f"{where} is damaged, its 'shape' must be three whole numbers, but is {shape!r:.60}: {AGAIN}")
+        raise InputError(f"{where} is damaged, its 'shape' must be three whole numbers, but is {shown(shape)}: {AGAIN}")
     return shape
 
 
@@ -207,10 +240,9 @@ def _is_plain(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = digest_of) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest(path, root)
     except OSError as error:
         raise InputError(f"cannot read {path} ({reason_of(error)}): {AGAIN}") from error
 
@@ -257,10 +289,10 @@ def assemble(
         parts[ROUTER] = place, KEPT
     for name in (CODEC, TEXT, TOKENIZER):
         if (source / name).is_dir():
-            parts[name] = source / name, _kept_of(source / name)
+            parts[name] = _inside(source / name, source), _kept_of(source / name)
     licenses = {name: cards[folder]["license"] for name, (folder, _) in parts.items() if folder in cards}
     with _staged(Path(out)) as staged:
-        files = {f"{part}/{name}": _digest(path) for part, name, path in _place_all(parts, staged)}
+        files = {f"{part}/{name}": _digest(path, staged) for part, name, path in _place_all(parts, staged)}
         index = ModelIndex(
             num_experts=len(ordered),
             experts=tuple(
@@ -292,11 +324,13 @@ def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
 
 
 def push_model(folder: Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Upload to the Hugging Face hub; where it can be seen."""
+    """Upload to the Hugging Face hub; where it can be seen. Only files that the index names, as it names them."""
+    index = ModelIndex.read(folder)
+    index.verify(folder)
     api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(PATTERNS)))
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[INDEX, *index.files]))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(f"the hub did not take {repo_id} ({reason_of(error)})") from error
 
@@ -316,7 +350,7 @@ def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
         raise InputError(f"{folder} is not a folder: give that of an expert, or one that `atoll train-all` has made")
     if (folder / CONFIG).exists():
         return [folder]
-    inside = [path for path in folder.glob("expert_*") if path.is_dir() and path.name[7:].isdecimal()]
+    inside = [_inside(path, folder) for path in folder.glob("expert_*") if path.is_dir() and path.name[7:].isdecimal()]
     inside.sort(key=lambda path: int(path.name[7:]))
     done = [path for path in inside if (path / CONFIG).exists()]
     unfinished = [path for path in inside if path not in done]
@@ -325,6 +359,15 @@ def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
     if not done:
         raise InputError(f"{folder} has neither {CONFIG} nor expert_0: give the folder of an expert that is trained")
     return done
+
+
+def _inside(path: Path, root: Path) -> Path:
+    """A part's folder, if it is not a link that leaves `root`."""
+    try:
+        real_path(path, root)
+    except OSError as error:
+        raise InputError(f"{path} cannot be part of a model ({reason_of(error)}): give its own folder") from error
+    return path
 
 
 def _find_data(given: Sequence[Path], data: str | Path | None) -> Path:
@@ -345,7 +388,7 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
         return Path(router)
     for folder in given:
         if (folder / ROUTER / CONFIG).exists():
-            return folder / ROUTER
+            return _inside(folder / ROUTER, folder)
     if num > 1:
         raise InputError(f"{num} experts need a router: give --router, what `atoll train-router` has made")
     return None
@@ -355,7 +398,7 @@ def _about_expert(folder: Path) -> dict[str, Any]:
     """Its card, after all of it was read and found whole."""
     kind = read_json(folder / CONFIG, "give the folder of an expert").get("model")
     if kind != DiT.__name__:
-        raise InputError(f"{folder} is a {kind}, not an expert: give it as --router, if it is one")
+        raise InputError(f"{folder} is a {shown(kind)[1:-1]}, not an expert: give it as --router, if it is one")
     expert = Expert.load(folder)
     trained, about = expert.objective, str(folder / CONFIG)
     objective = {
@@ -374,7 +417,7 @@ def _about_router(folder: Path) -> dict[str, Any]:
     router = load_router(folder)
     temperature = router.card.get("temperature", 1.0)
     if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
-        raise InputError(f"{folder / CONFIG} is damaged, its 'temperature' is {temperature!r:.60}: {AGAIN}")
+        raise InputError(f"{folder / CONFIG} is damaged, its 'temperature' is {shown(temperature)}: {AGAIN}")
     entry = {
         "model": type(router).__name__,
         "reads_text": router.config.text_dim is not None,
@@ -444,24 +487,36 @@ def _place_all(parts: Mapping[str, tuple[Path, Sequence[str]]], staged: Path) ->
     for part, (folder, names) in parts.items():
         (staged / part).mkdir()
         for name in names:
-            if (folder / name).exists():
+            if os.path.lexists(folder / name):
                 _place(folder / name, staged / part / name)
                 yield part, name, staged / part / name
 
 
 def _place(source: Path, target: Path) -> None:
     """Weights are linked where the disk allows it, for nothing writes into them; what people may edit is copied."""
-    if source.suffix == ".safetensors":
-        try:
-            os.link(source.resolve(), target)  # the hub keeps links in its folders: to the file itself
-        except OSError:  # another disk, or one without links
-            pass
-        else:
-            return
-    shutil.copyfile(source, target)
+    try:
+        with open_regular(source) as file:
+            if source.suffix == ".safetensors" and _linked(source, target):
+                return
+            if source.suffix != ".safetensors" and os.fstat(file.fileno()).st_size > MAX_COPIED:
+                raise OSError(errno.EFBIG, f"it is larger than {MAX_COPIED:,} bytes", str(source))
+            with target.open("wb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+                copy.flush()
+                os.fsync(copy.fileno())
+    except OSError as error:
+        if error.filename == str(source):
+            raise InputError(f"{source} cannot be part of a model ({reason_of(error)}): {AGAIN}") from error
+        raise
     make_readable(target)
-    with target.open("rb+") as file:
-        os.fsync(file.fileno())
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        os.link(real_path(source), target)  # the hub keeps links in its folders: to the file itself
+    except OSError:  # another disk, or one without links
+        return False
+    return True
 
 
 @contextmanager

@@ -138,7 +138,9 @@ class FolderExpert:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         revision: str | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        """`check` is called before the weights are first read, to refuse them."""
         self.path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
         self.conversion = None if conversion is None else Conversion(conversion)
         self.dtype = dtype
@@ -154,6 +156,7 @@ class FolderExpert:
         self.guidance = learned_guidance(about, self.path / CONFIG)
         self.resident = False
         self._expert: VelocityExpert | None = None
+        self._check = check
         self._stamp: tuple[int, ...] = ()
 
     def load(self) -> None:
@@ -162,6 +165,8 @@ class FolderExpert:
             return
         if self._expert is None:
             self._stamp = self._file_stamp()
+            if self._check is not None:
+                self._check()
             expert = Expert.load(self.path, dtype=self.dtype)
             expert.network.to(self.device)
             self._expert = VelocityExpert.of(expert, self.conversion)

@@ -4,10 +4,12 @@ diffusers itself is not needed: its pipeline class would add a dependency of the
 every part at once, where here experts come into memory when they are first needed and may leave it again.
 """
 
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,11 +25,11 @@ from atoll.data.codecs import load_codec
 from atoll.data.pretrained import dtype_name
 from atoll.data.sheets import pictures_of
 from atoll.data.text import FOLDER as TEXT
-from atoll.data.text import TextEncoder, load_text_encoder
+from atoll.data.text import TOKENIZER, TextEncoder, load_text_encoder
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, plural, unknown
 from atoll.files import read_json
 from atoll.models.store import CONFIG, DTYPES, WEIGHTS
 from atoll.sampling import defaults
@@ -47,6 +48,7 @@ from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.routing import POLICIES, Routing, get_routing
 from atoll.sampling.trace import ImageTrace, Preview
+from atoll.tensors import TensorFile
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 ROUTINGS = tuple(name for name in POLICIES if name != "oracle")  # a prompt has no label
@@ -88,12 +90,11 @@ class AtollPipeline:
         self.index = ModelIndex.read(folder)
         self.max_resident = None if max_resident is None else _whole("max_resident", max_resident)
         self.conversion = None if conversion is None else Conversion(conversion)
+        self.index.check_files(folder, CODEC, TEXT, TOKENIZER)
         self.codec = load_codec(folder)
         self.text_encoder = load_text_encoder(folder)
         check_frozen(folder / CODEC, self.codec.describe(), self.index.latent_space["codec"], "codec", INDEX)
         check_frozen(folder / TEXT, self.text_encoder.describe(), self.index.text_encoder, "text encoder", INDEX)
-        for part in (CODEC, TEXT):
-            self.index.check_card(folder, part)
         self.router = None if self.index.router is None else self._open_router(self.index.router["folder"])
         self.to(device, dtype)
         self._interrupt = False
@@ -113,7 +114,8 @@ class AtollPipeline:
         """Open a folder that `assemble` has made, or a hub id.
 
         At most `max_resident` experts are in memory at a time; `dtype` is that of the experts, by default as they were
-        saved; `verify` reads every file and compares it with its hash in the index.
+        saved. Every file is compared with its hash in the index before it is first used, which is remembered until the
+        file changes; `verify` reads them all again.
         """
         path = find_model(folder, revision)
         if verify:
@@ -169,9 +171,9 @@ class AtollPipeline:
 
     def _open_router(self, name: str) -> Any:
         path = self.folder / name
+        self.index.check_files(self.folder, name)
         router = load_router(path)
         check_part(path, router.card, self.index.latent_space, self.index.text_encoder, INDEX)
-        self.index.check_card(self.folder, name)
         return router.float()
 
     def _open_ensemble(self) -> Ensemble:
@@ -194,22 +196,15 @@ class AtollPipeline:
         """An expert, as far as can be told without reading its weights; None if its folder is not there."""
         if not path.exists():
             return None
-        expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device)
+        self.index.check_card(self.folder, path.name)
+        check = partial(self.index.check_files, self.folder, path.name)
+        expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device, check=check)
         card = read_json(path / CONFIG, "copy it again from its source")
         check_part(path, card, self.index.latent_space, self.index.text_encoder, INDEX)
         if (found := cluster_of(card, str(path / CONFIG))) != cluster:
             raise InputError(f"{path} is the expert of cluster {found}, not of {cluster}: assemble the model again")
-        self.index.check_card(self.folder, path.name)
-        try:
-            with safe_open(path / WEIGHTS, "pt"):
-                pass
-        except FileNotFoundError as error:
-            raise InputError(f"{path / WEIGHTS} is missing: copy the expert again from its source") from error
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"{path / WEIGHTS} is truncated or not a safetensors file ({error}): copy it again"
-            ) from error
-        return expert
+        with TensorFile(path / WEIGHTS, "copy the expert again from its source", self.folder):
+            return expert
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -251,7 +246,7 @@ class AtollPipeline:
         batch_size = _whole("batch_size", batch_size)
         steps = _whole("the number of steps", num_inference_steps, most=MOST_STEPS)
         seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
-        guidance = Guidance(self.guidance if guidance_scale is None else _number("the guidance scale", guidance_scale))
+        guidance = Guidance(self.guidance if guidance_scale is None else check_guidance(guidance_scale))
         chosen = self._routing(routing, top_k, threshold, route_every, confident)
         get_solver(solver)
         times = uniform_times(steps)
@@ -396,6 +391,16 @@ class _Interrupted(Exception):
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def check_guidance(scale: Any) -> float:
+    """Returns the scale as a number; one below 0 would lead away from what is asked for."""
+    value = _number("the guidance scale", scale)
+    if not 0 <= value < math.inf:
+        raise InputError(
+            f"the guidance scale must be a finite number of at least 0, but is {value:g}: 1 is no guidance"
+        )
+    return value
+
+
 def get_device(name: torch.device | str) -> torch.device:
     """auto, cpu, cuda or cuda:N, if it is here."""
     if isinstance(name, str) and name == "auto":
@@ -465,7 +470,8 @@ def _texts_of(prompt: str | Sequence[str], negative: str | Sequence[str] | None)
             raise InputError(f"a prompt must be a text, but one is {text!r:.80}")
     if len(negatives) != len(prompts):
         raise InputError(
-            f"there are {len(negatives)} negative prompts for {len(prompts)} prompts: give one, or one for each"
+            f"there are {plural(len(negatives), 'negative prompt')} for {plural(len(prompts), 'prompt')}: give one, or "
+            "one for each"
         )
     return prompts, negatives
 
@@ -476,7 +482,7 @@ def _seeds_of(
     num_prompts: int,
     num_each: int,
 ) -> list[int]:
-    """One an image."""
+    """Returns one seed per image."""
     num = num_prompts * num_each
     if seed is not None:
         if generator is not None:
@@ -486,7 +492,10 @@ def _seeds_of(
         if len(seeds) == num_prompts:
             seeds = [first + i for first in seeds for i in range(num_each)]
         if len(seeds) != num:
-            raise InputError(f"there are {len(seeds)} seeds for {num} images: give one, one a prompt or one an image")
+            raise InputError(
+                f"there are {plural(len(seeds), 'seed')} for {plural(num, 'image')}: give one, one per prompt or one "
+                "per image"
+            )
         return seeds
     if generator is None or isinstance(generator, torch.Generator):
         generators: list[Any] = [generator] * num
@@ -496,7 +505,9 @@ def _seeds_of(
         if not isinstance(one, torch.Generator | None):
             raise InputError(f"a generator must be a torch.Generator, but one is {one!r:.80}")
     if len(generators) != num:
-        raise InputError(f"there are {len(generators)} generators for {num} images: give one, or one for each")
+        raise InputError(
+            f"there are {plural(len(generators), 'generator')} for {plural(num, 'image')}: give one, or one for each"
+        )
     return [int(torch.randint(2**63 - 1, (), generator=g, device="cpu" if g is None else g.device)) for g in generators]
 
 
