@@ -37,3 +37,8 @@ def unknown(kind: str, name: object, known: Collection[str]) -> InputError:
     near = get_close_matches(str(name)[:100], known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return InputError(f"unknown {kind} {shown(str(name))}: {hint}accepted are {', '.join(sorted(known))}")
+
+
+def plural(num: int, noun: str) -> str:
+    """Returns "1 image" or "2,000 images"."""
+    return f"{num:,} {noun}" if num == 1 else f"{num:,} {noun}s"
