@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
 
 from atoll.cli.main import main
@@ -22,6 +22,7 @@ from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
+from atoll.files import alone
 from atoll.sampling import pipeline as module
 from atoll.sampling.assemble import ModelIndex, assemble
 from atoll.sampling.ensemble import initial_noise
@@ -284,6 +285,21 @@ class TestTrace:
         for captions in (["x" * 10000], ["", "b\n\x00\t"], ["猫"] * 40, [str(i) for i in range(300)]):
             draw_grid([image] * len(captions), captions, "notes " * 100)
 
+    @pytest.mark.parametrize(
+        "text", ["word " * 1000, "x" * 5000, "\ufdfa" * 5000, "a " + "\u0315\u0316" * 5000, "i " * 2500]
+    )
+    def test_long_texts_are_measured_a_few_times(self, monkeypatch, text):
+        """Each line is found by halving: measuring it for every character took seconds."""
+        measured = []
+        length = ImageFont.FreeTypeFont.getlength
+        monkeypatch.setattr(
+            ImageFont.FreeTypeFont, "getlength", lambda font, text: measured.append(len(text)) or length(font, text)
+        )
+        draw_grid([Image.new("RGB", (32, 32))] * 2, [text] * 2)
+        assert len(measured) < 60
+        assert sum(measured) < 60_000
+        assert len(file_name(text, 0)) < 100
+
 
 class TestFolder:
     def test_round_trip(self, model, pipe, tmp_path):
@@ -483,7 +499,7 @@ class TestMistakes:
         [
             ([], {}, "there is no prompt"),
             (["a", 3], {}, "a prompt must be a text, but one is 3"),
-            ("a", {"negative_prompt": ["b", "c"]}, "2 negative prompts for 1 prompts"),
+            ("a", {"negative_prompt": ["b", "c"]}, "2 negative prompts for 1 prompt:"),
             (None, {}, "prompt must be a text or a list of such, but is None"),
             (5, {}, "prompt must be a text or a list of such, but is 5"),
             ("a", {"negative_prompt": 5}, "negative_prompt must be a text or a list of such, but is 5"),
@@ -491,6 +507,7 @@ class TestMistakes:
             ("a", {"num_inference_steps": 10**20}, "number of steps must be a whole number from 1 to 10000"),
             ("a", {"num_inference_steps": 2.5}, "number of steps"),
             ("a", {"guidance_scale": float("nan")}, "guidance scale must be a finite number"),
+            ("a", {"guidance_scale": -3}, "guidance scale must be a finite number of at least 0, but is -3"),
             ("a", {"guidance_scale": 1e38}, "not finite"),
             ("a", {"guidance_scale": "2"}, "guidance scale must be a number, but is '2'"),
             ("a", {"guidance_scale": torch.ones(2)}, "guidance scale must be a number"),
@@ -521,9 +538,9 @@ class TestMistakes:
             ("a", {"seed": [1.5]}, "a seed must be a whole number from 0 to .*, but is 1.5"),
             ("a", {"generator": 5}, "generator must be a torch.Generator or a list of such, but is 5"),
             ("a", {"generator": [5]}, "a generator must be a torch.Generator, but one is 5"),
-            ("a", {"seed": [1, 2]}, "2 seeds for 1 images"),
+            ("a", {"seed": [1, 2]}, "2 seeds for 1 image:"),
             ("a", {"seed": 1, "generator": torch.Generator()}, "not both"),
-            ("a", {"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
+            ("a", {"generator": [torch.Generator()] * 2}, "2 generators for 1 image:"),
             ("a", {"previews": -1}, "previews must be"),
         ],
     )
@@ -598,7 +615,8 @@ class TestFiles:
         Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
         Image.new("RGB", (4, 4)).save(tmp_path / "a.jpg")
         (tmp_path / "b.png").write_text("no picture")
-        for name in ("a.png", "a.jpg", "b.png", "c.png"):
+        os.mkfifo(tmp_path / "d.png")
+        for name in ("a.png", "a.jpg", "b.png", "c.png", "d.png"):
             with pytest.raises(InputError, match=f"{name}.*: give a PNG that `atoll sample` has made"):
                 read_metadata(tmp_path / name)
 
@@ -609,7 +627,7 @@ class TestCommand:
 
     def test_pictures_that_say_how_they_were_made(self, model, pipe, tmp_path, capsys):
         self.run(model, tmp_path, "a robot", "a green frog", "--num", 2, "--seed", 3, "--negative", "a hat")
-        assert "4 pictures of 2 prompts" in capsys.readouterr().out
+        assert "4 images of 2 prompts" in capsys.readouterr().out
         names = ["a-green-frog-3.png", "a-green-frog-4.png", "a-robot-3.png", "a-robot-4.png", "grid.png"]
         assert sorted(path.name for path in tmp_path.iterdir()) == names
         about = read_metadata(tmp_path / "a-green-frog-4.png")
@@ -630,6 +648,75 @@ class TestCommand:
         for path in (tmp_path / "a").glob("*-0.png"):
             one, other = (np.asarray(Image.open(tmp_path / name / path.name)).astype(int) for name in "ab")
             assert np.abs(one - other).max() <= 1
+
+    def test_nothing_of_an_earlier_run_is_lost(self, model, tmp_path, capsys):
+        """The newest file has the plain name, an older one the next free number; a rerun changes nothing."""
+        self.run(model, tmp_path, "a robot", "--trace", "--routing", "full")
+        first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        assert "earlier runs" not in capsys.readouterr().out
+        self.run(model, tmp_path, "a robot", "--trace", "--routing", "full")
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
+        self.run(model, tmp_path, "a robot", "--trace", "--routing", "full", "--solver", "euler")
+        assert "4 files of earlier runs kept under other names, such as a-robot-0.1.png" in capsys.readouterr().out
+        for name, content in first.items():
+            stem, _, suffix = name.partition(".")
+            assert (tmp_path / f"{stem}.1.{suffix}").read_bytes() == content
+        solvers = [
+            read_metadata(tmp_path / name)["settings"]["solver"] for name in ("a-robot-0.1.png", "a-robot-0.png")
+        ]
+        assert solvers == ["multistep", "euler"]
+        self.run(model, tmp_path, "a fish")  # another prompt leaves the images, and keeps the grid
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            [*first, *(f"{name[:-4]}.1.png" for name in first if name.endswith(".png")), "trace.1.json", "a-fish-0.png",
+             "grid.2.png"]
+        )  # fmt: skip
+        assert "1 image of 1 prompt, and grid.png\n1 file of earlier runs" in capsys.readouterr().out
+
+    def test_what_has_the_name_of_an_image(self, model, tmp_path, capsys):
+        """A link, also to elsewhere, and a FIFO are renamed and not followed; a folder stays, with a sentence."""
+        (tmp_path / "mine.txt").write_text("mine")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "a-0.png").symlink_to(tmp_path / "mine.txt")
+        os.mkfifo(tmp_path / "a" / "grid.png")
+        self.run(model, tmp_path / "a", "a")
+        assert (tmp_path / "mine.txt").read_text() == "mine"
+        assert (tmp_path / "a" / "a-0.1.png").is_symlink()
+        assert (tmp_path / "a" / "grid.1.png").is_fifo()
+        (tmp_path / "a" / "b-0.png").mkdir()
+        with pytest.raises(SystemExit):
+            self.run(model, tmp_path / "a", "b")
+        assert "b-0.png (Is a directory)" in capsys.readouterr().err
+
+    def test_one_run_at_a_time_in_a_folder(self, model, tmp_path, capsys):
+        with alone(tmp_path), pytest.raises(SystemExit):
+            self.run(model, tmp_path, "a robot")
+        assert "another process is at work on" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+    def test_prompts_that_are_no_file(self, model, tmp_path, capsys, monkeypatch):
+        os.mkfifo(tmp_path / "fifo")
+        with (tmp_path / "huge").open("wb") as file:
+            file.truncate(1 << 40)
+        ends = os.pipe()
+        told = {"fifo": "it is a FIFO", "huge": "larger than 16,777,216 bytes", f"/dev/fd/{ends[0]}": "it is a FIFO",
+                "/dev/zero": "it is a device", ".": "it is a folder"}  # fmt: skip
+        for name, why in told.items():
+            with pytest.raises(SystemExit):
+                self.run(model, tmp_path / "a", "--prompts", tmp_path / name)
+            error = capsys.readouterr().err
+            assert why in error
+            assert "or - for the standard input" in error
+        for end in ends:
+            os.close(end)
+        with open("/dev/zero", "rb") as zeros:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(zeros))
+            with pytest.raises(SystemExit):
+                self.run(model, tmp_path / "a", "-")
+        assert "cannot read the standard input (it is larger than" in capsys.readouterr().err
+        (tmp_path / "b").mkdir()
+        (tmp_path / "p.txt").write_text("a cat")
+        (tmp_path / "b" / "link").symlink_to(tmp_path / "p.txt")  # the user's own
+        self.run(model, tmp_path / "a", "--prompts", tmp_path / "b" / "link")
 
     def test_trace(self, model, pipe, tmp_path):
         self.run(model, tmp_path, *"abcdef", "--trace", "--routing", "full", "--num", 2)
@@ -664,8 +751,8 @@ class TestCommand:
     def test_the_same_prompt_twice(self, model, tmp_path, capsys):
         self.run(model, tmp_path, "a robot", "a fish", "a robot", "--num", 2)
         told = capsys.readouterr()
-        assert "4 pictures of 2 prompts" in told.out
-        assert told.err == "atoll: 1 of 3 prompts repeat an earlier one and are left out\n"
+        assert "4 images of 2 prompts" in told.out
+        assert told.err == "atoll: 1 of 3 prompts repeats an earlier one and is left out\n"
         assert len(list(tmp_path.glob("a-*.png"))) == 4
 
     def test_the_folder_is_tried_first(self, tmp_path, capsys):
@@ -725,7 +812,10 @@ class TestCommand:
             (["a", "--num", "0"], "--num must be at least 1"),
             (["a", "--batch", "0"], "--batch must be at least 1"),
             (["a", "--seed", "-1"], "--seed must be at least 0"),
-            (["a", "--seed", str(2**63)], "a seed must be a whole number from 0"),
+            (["a", "--seed", str(2**63)], "--seed must be at most"),
+            (["a", "--num", str(10**9)], "--num 1000000000 for 1 prompt is more than 1,000,000 images"),
+            (["a", "--guidance", "-3"], "guidance scale must be a finite number of at least 0, but is -3"),
+            (["a", "--guidance", "inf"], "guidance scale must be a finite number of at least 0, but is inf"),
             (["a", "--solver", "magic"], "unknown solver 'magic'"),
             (["a", "--routing", "top2"], "unknown routing 'top2': did you mean"),
             (["a", "--dtype", "int8"], "unknown dtype 'int8'"),

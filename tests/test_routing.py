@@ -142,7 +142,7 @@ def test_numbers_in_names():
         (lambda: full(-P), "negative"),
         (lambda: full(0 * P), "not all zero"),
         (lambda: top1(P[0]), "shape"),
-        (lambda: sample(P, generators(0)), "1 generators for 2 samples"),
+        (lambda: sample(P, generators(0)), "1 generator for 2 samples"),
         (lambda: oracle(P, torch.tensor([0, 4])), "labels must lie from 0 to 3"),
         (lambda: oracle(P, torch.tensor([0])), "labels must be 2"),
         (lambda: Routing("top2"), "unknown routing 'top2': did you mean 'topk'"),

@@ -1,6 +1,8 @@
 """`atoll sample`."""
 
+import json
 import os
+import stat
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,8 @@ from atoll.sampling import defaults
 
 TRACED = 4  # prompts whose first image is on trace.png
 PREVIEWS = 8
+MOST_IMAGES = 1_000_000  # of one run
+MOST_BYTES = 16 << 20  # of prompts
 
 
 def sample(
@@ -40,7 +44,10 @@ def sample(
     trace: bool = False,
     verify: bool = False,
 ) -> None:
-    """Make pictures of prompts. The same prompt, seed and settings make the same picture.
+    """Make images of prompts. The same prompt, seed and settings make the same image.
+
+    The folder --out may hold images of earlier runs: none is lost. Where a file of another content has the name of a
+    new one, it is renamed first (NAME.png becomes NAME.1.png), so the plain name is always that of the newest.
 
     For example:
       atoll sample model "a pink ghost with a yellow party hat" "a robot" --num 4 --out samples
@@ -49,55 +56,55 @@ def sample(
 
     Args:
         model: A folder that `atoll assemble` has made, or a hub id.
-        prompt: What to make pictures of; - reads prompts from the standard input, one a line.
-        prompts: A file with one prompt a line; - for the standard input.
-        negative: What pictures shall be led away from; nothing in particular by default.
-        num: Pictures of each prompt.
-        seed: Of the first picture of each prompt; the next has the next number.
-        steps: Of the solver, at most 10,000.
-        guidance: How strongly pictures follow the prompt; 1 is no guidance. By default 2, or 1 for a model that has
-            learned its guidance.
+        prompt: What to make images of; - reads prompts from the standard input, one per line.
+        prompts: A text file with one prompt per line; - for the standard input.
+        negative: What images are steered away from; nothing in particular by default.
+        num: Images per prompt.
+        seed: The seed of the first image of each prompt; the next image has the next number.
+        steps: Steps of the solver, at most 10,000.
+        guidance: How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model
+            that has learned its guidance.
         solver: multistep, euler, heun, midpoint or dpm2m.
-        routing: Which experts make a picture: top1 (the default), topk, full, threshold, sample or by_time.
-        top_k: How many, for topk, 2 by default; this alone chooses topk.
-        threshold: Those of at least this probability, for threshold, 0.1 by default; this alone chooses threshold.
-        route_every: Ask the router at every so many evaluations.
-        confident: Ask it no more about a picture once an expert has this probability.
+        routing: Which experts make an image: top1 (the default), topk, full, threshold, sample or by_time.
+        top_k: How many experts, for topk, 2 by default; this flag alone chooses topk.
+        threshold: Experts of at least this probability, for threshold, 0.1 by default; this flag alone chooses
+            threshold.
+        route_every: Ask the router once in this many evaluations.
+        confident: Ask the router no more about an image once an expert has this probability.
         conversion: calibrated, exact or paper; by default calibrated for experts that predict noise and carry a
             calibration, and exact for all others.
         max_resident: How many experts may be in memory at a time; all by default.
-        batch: Pictures at a time.
+        batch: Images at a time.
         device: auto, cpu, cuda or cuda:N.
         dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
-        out: The folder for the pictures and grid.png.
-        trace: Also write trace.json and trace.png: which experts made a picture, and when.
+        out: The folder for the images and grid.png.
+        trace: Also write trace.json and trace.png: which experts made an image, and when.
         verify: First compare every file of the model with its hash.
     """
     from tqdm import tqdm
 
-    from atoll.data.sheets import save_picture
-    from atoll.errors import InputError
-    from atoll.files import write_json
-    from atoll.sampling.pipeline import MOST_STEPS, AtollPipeline
-    from atoll.sampling.trace import ON_A_GRID, draw_grid, draw_trace, draw_traces, file_name, write_image
+    from atoll.errors import plural
+    from atoll.sampling.pipeline import AtollPipeline
+    from atoll.sampling.trace import (
+        ON_A_GRID,
+        draw_grid,
+        draw_trace,
+        draw_traces,
+        file_name,
+        png_of,
+        write_image,
+        write_kept,
+    )
 
-    given = _prompts(prompt, prompts)
-    texts = list(dict.fromkeys(given))
-    if len(texts) < len(given):
-        warnings.warn(
-            f"{len(given) - len(texts)} of {len(given)} prompts repeat an earlier one and are left out", stacklevel=2
-        )
-    for name, value, least in (("num", num, 1), ("batch", batch, 1), ("seed", seed, 0)):
-        if value < least:
-            raise InputError(f"--{name} must be at least {least}, but is {value}")
-    if not 1 <= steps <= MOST_STEPS:
-        raise InputError(f"--steps must be a whole number from 1 to {MOST_STEPS}, but is {steps}")
+    texts = _prompts(prompt, prompts)
+    _check(len(texts), num, batch, seed, steps, guidance)
     with _made(out):
         jobs = [(text, seed + i) for text in texts for i in range(num)]
         drawn = {i * num for i in range(min(TRACED, len(texts)))} if trace else set()
         pipe = AtollPipeline.from_pretrained(
             model, max_resident=max_resident, dtype=dtype, device=device, conversion=conversion, verify=verify
         )
+        earlier: list[Path | None] = []  # files of earlier runs, by the names that they have now
         shown: list[Any] = []
         panels: list[Any] = []
         traces: list[dict[str, Any]] = []
@@ -118,9 +125,11 @@ def sample(
                 assert isinstance(made.images, list)
                 for i, (image, (text, number), path) in enumerate(zip(made.images, some, made.trace, strict=True)):
                     name = file_name(text, number)
-                    write_image(
-                        image, out / name, prompt=text, negative_prompt=negative, seed=number, model=pipe.index.hash,
-                        settings=made.settings,
+                    earlier.append(
+                        write_image(
+                            image, out / name, prompt=text, negative_prompt=negative, seed=number,
+                            model=pipe.index.hash, settings=made.settings,
+                        )
                     )  # fmt: skip
                     if len(shown) < ON_A_GRID:
                         shown.append(image)
@@ -132,23 +141,48 @@ def sample(
                         previews = pipe.render(torch.stack([preview.x0 for preview in path.previews]))
                         notes = _notes({"seed": number, **made.settings})
                         panels.append(draw_trace(path, image, previews, pipe.objectives, text, notes))
-        what = f"{len(jobs)} pictures" if len(jobs) <= ON_A_GRID else f"the first {ON_A_GRID} of {len(jobs)} pictures"
+        images = plural(len(jobs), "image")
+        what = images if len(jobs) <= ON_A_GRID else f"the first {ON_A_GRID} of {images}"
         about = _notes({"model": pipe.index.hash[:12], "seeds from": seed, **made.settings})
-        save_picture(draw_grid(shown, [text for text, _ in jobs[: len(shown)]], f"{what} · {about}"), out / "grid.png")
-        print(f"{out}: {len(jobs)} pictures of {len(texts)} prompts, and grid.png")
+        grid = draw_grid(shown, [text for text, _ in jobs[: len(shown)]], f"{what} · {about}")
+        earlier.append(write_kept(out / "grid.png", png_of(grid)))
+        print(f"{out}: {images} of {plural(len(texts), 'prompt')}, and grid.png")
         if guidance is None and "learned_guidance" in made.settings:
             print(f"the model has learned guidance of {made.settings['learned_guidance']}: none was added to it")
         if trace:
-            write_json(out / "trace.json", {"model": pipe.index.hash, "experts": pipe.objectives, "images": traces})
-            save_picture(draw_traces(panels), out / "trace.png")
+            table = {"model": pipe.index.hash, "experts": pipe.objectives, "images": traces}
+            earlier.append(write_kept(out / "trace.json", f"{json.dumps(table, indent=2)}\n".encode()))
+            earlier.append(write_kept(out / "trace.png", png_of(draw_traces(panels))))
             print(f"{out / 'trace.png'}: which experts made {len(panels)} of them; all are in trace.json")
+        if renamed := [path.name for path in earlier if path is not None]:
+            print(f"{plural(len(renamed), 'file')} of earlier runs kept under other names, such as {renamed[0]}")
+
+
+def _check(num_prompts: int, num: int, batch: int, seed: int, steps: int, guidance: float | None) -> None:
+    """Refuses what is no number of anything, before the model is opened."""
+    from atoll.errors import InputError, plural
+    from atoll.sampling.pipeline import MOST_STEPS, check_guidance
+
+    for name, value, least in (("num", num, 1), ("batch", batch, 1), ("seed", seed, 0)):
+        if value < least:
+            raise InputError(f"--{name} must be at least {least}, but is {value}")
+    if not 1 <= steps <= MOST_STEPS:
+        raise InputError(f"--steps must be a whole number from 1 to {MOST_STEPS}, but is {steps}")
+    if guidance is not None:
+        check_guidance(guidance)
+    if num * num_prompts > MOST_IMAGES:
+        raise InputError(
+            f"--num {num} for {plural(num_prompts, 'prompt')} is more than {MOST_IMAGES:,} images: ask for fewer"
+        )
+    if seed + num > 2**63:
+        raise InputError(f"--seed must be at most {2**63 - num}, but is {seed}")
 
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """The folder is made before the work; if nothing came of that, it goes again."""
+    """The folder is made before the work, and held while it lasts; if nothing came of that, it goes again."""
     from atoll.errors import InputError
-    from atoll.files import reason_of
+    from atoll.files import alone, reason_of
 
     try:
         new = not out.exists()
@@ -158,7 +192,8 @@ def _made(out: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {out} ({reason_of(error)}): choose another --out") from error
     try:
-        yield
+        with alone(out):
+            yield
     finally:
         if new:
             with suppress(OSError):
@@ -166,29 +201,45 @@ def _made(out: Path) -> Iterator[None]:
 
 
 def _prompts(arguments: Sequence[str], file: str | None) -> list[str]:
-    from atoll.errors import InputError
+    """All prompts, each once."""
+    from atoll.errors import InputError, plural
 
-    texts: list[str] = []
+    given: list[str] = []
     for argument in arguments:
-        texts += _read("-") if argument == "-" else [argument]
+        given += _read("-") if argument == "-" else [argument]
     if file is not None:
-        texts += _read(file)
-    if not texts:
-        raise InputError("there is no prompt: give one after the model, or --prompts FILE with one a line")
+        given += _read(file)
+    if not given:
+        raise InputError("there is no prompt: give one after the model, or --prompts FILE with one per line")
+    texts = list(dict.fromkeys(given))
+    if repeated := len(given) - len(texts):
+        repeat = "repeats an earlier one and is" if repeated == 1 else "repeat an earlier one and are"
+        warnings.warn(f"{repeated} of {plural(len(given), 'prompt')} {repeat} left out", stacklevel=3)
     return texts
 
 
 def _read(file: str) -> list[str]:
     """The lines of a file, or of the standard input."""
     from atoll.errors import InputError
-    from atoll.files import reason_of
+    from atoll.files import KINDS, read_bytes, reason_of
 
+    what = "the standard input" if file == "-" else file
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        if file == "-":
+            content = sys.stdin.buffer.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise OSError(f"it is larger than {MOST_BYTES:,} bytes")
+        else:
+            kind = stat.S_IFMT(os.stat(file).st_mode)  # first, for the FIFO that a shell makes of <(...) has no path
+            if kind != stat.S_IFREG:
+                raise OSError(f"it is {KINDS.get(kind, 'something else')}, not a file")
+            content = read_bytes(Path(os.path.realpath(file)), MOST_BYTES)  # a link too, for the user has named it
         lines = content.decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        what = "the standard input" if file == "-" else file
-        raise InputError(f"cannot read {what} ({reason_of(error)}): give text in UTF-8, a prompt a line") from error
+        raise InputError(
+            f"cannot read {what} ({reason_of(error)}): give a file of UTF-8 text with one prompt per line, or - for the"
+            " standard input"
+        ) from error
     return [line.strip() for line in lines if line.strip()]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, plural, unknown
 
 POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
@@ -57,7 +57,7 @@ class Routing:
         generators: Sequence[torch.Generator] | None = None,
         is_flow: Tensor | None = None,
     ) -> Tensor:
-        """w[B, K]. `oracle` needs labels[B], `sample` a generator an image, `by_time` is_flow[K]."""
+        """w[B, K]. `oracle` needs labels[B], `sample` a generator per image, `by_time` is_flow[K]."""
         if self.name == "top1":
             return top1(p)
         if self.name == "topk":
@@ -138,10 +138,12 @@ def threshold(p: Tensor, tau: float) -> Tensor:
 
 
 def sample(p: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """One expert a sample, drawn from p; each image draws from its own generator, so the batch does not matter."""
+    """One expert per sample, drawn from p; each image draws from its own generator, so the batch does not matter."""
     p = _checked(p)
     if len(generators) != len(p):
-        raise InputError(f"there are {len(generators)} generators for {len(p)} samples: give one for each")
+        raise InputError(
+            f"there are {plural(len(generators), 'generator')} for {plural(len(p), 'sample')}: give one for each"
+        )
     draws = torch.stack([torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators])
     ends = p.double().cumsum(1)
     # An expert of p = 0 has an empty interval and is never drawn; rounding may lead one past the last.
@@ -166,7 +168,7 @@ def oracle(p: Tensor, labels: Tensor) -> Tensor:
     """The expert of each sample's own cluster."""
     p = _checked(p)
     if labels.shape != p.shape[:1] or labels.is_floating_point():
-        raise InputError(f"labels must be {len(p)} whole numbers, one a sample, but have shape {list(labels.shape)}")
+        raise InputError(f"labels must be {len(p)} whole numbers, one per sample, but have shape {list(labels.shape)}")
     if not bool(((labels >= 0) & (labels < p.shape[1])).all()):
         raise InputError(f"labels must lie from 0 to {p.shape[1] - 1}, one for each expert")
     return torch.zeros_like(p).scatter_(1, labels.to(p.device, torch.long)[:, None], 1)

@@ -1,27 +1,32 @@
 """What a run leaves behind: which experts made an image and when, as numbers and pictures, and PNGs that say how."""
 
 import hashlib
+import io
 import json
 import math
+import os
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 from torch import Tensor
 
 from atoll.data.sheets import FAINT, INK, PAPER, colour_of
 from atoll.errors import InputError
-from atoll.files import reason_of, write_whole
+from atoll.files import open_regular, parse_json, read_bytes, reason_of, write_whole
 
 LINE, EDGE = "#d5dbe1", 24
 SHARP = 3  # areas are drawn so many times larger, and scaled down, for smooth edges
 ON_A_GRID = 100
+MOST_TOLD = 2000  # characters of a text that is drawn or becomes a name: more have no room
+MOST_PIXELS = 1 << 26  # of a PNG whose texts are read
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -63,7 +68,7 @@ def file_name(prompt: str, seed: int) -> str:
 
     The hash follows two dashes, which no text has in its name: a text without a hash never has the name of another.
     """
-    plain = unicodedata.normalize("NFKD", prompt).encode("ascii", "ignore").decode().lower()
+    plain = unicodedata.normalize("NFKD", prompt[:MOST_TOLD]).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:60].strip("-")
     if slug.replace("-", " ") != prompt or not slug:
         mark = hashlib.sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:12]
@@ -73,8 +78,8 @@ def file_name(prompt: str, seed: int) -> str:
 
 def write_image(
     image: Image.Image, path: Path, *, prompt: str, negative_prompt: str, seed: int, model: str, settings: Mapping
-) -> None:
-    """A PNG that says how it was made; `read_metadata` reads it."""
+) -> Path | None:
+    """Writes a PNG that says how it was made, as `write_kept` does; `read_metadata` reads it."""
     about = PngInfo()
     texts = {
         "prompt": prompt,
@@ -86,22 +91,52 @@ def write_image(
     for key, text in texts.items():
         # PNG ends a text at a zero; half characters, as a terminal may give them, are no UTF-8.
         about.add_itxt(key, text.replace("\0", " ").encode("utf-8", "backslashreplace").decode())
-    write_whole(path, lambda staged: image.save(staged, "PNG", pnginfo=about))
+    return write_kept(path, png_of(image, about))
+
+
+def png_of(image: Image.Image, about: PngInfo | None = None) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", pnginfo=about)
+    return file.getvalue()
+
+
+def write_kept(path: Path, content: bytes) -> Path | None:
+    """Writes a file. Another that has its name gets the next free one first, NAME.1.png, which is returned.
+
+    So the newest file has the plain name, and nothing is lost. The same content again leaves all as it is.
+    """
+    try:
+        if read_bytes(path, len(content)) == content:
+            return None
+    except OSError:
+        pass  # there is none, or another
+    kept = None
+    if os.path.lexists(path) and not path.is_dir():
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        kept = next(name for name in names if not os.path.lexists(name))
+        try:
+            os.rename(path, kept)
+        except OSError as error:
+            raise InputError(f"cannot rename {path} ({reason_of(error)}): choose another --out") from error
+    write_whole(path, lambda staged: staged.write_bytes(content))
+    return kept
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """prompt, negative_prompt, seed, model (its hash) and settings of a PNG that `write_image` has written."""
     try:
-        with Image.open(path) as image:
+        with open_regular(Path(path)) as file, Image.open(file, formats=("PNG",)) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError("it is too large")
             image.load()
             found = dict(image.text) if isinstance(image, PngImageFile) else {}
         keys = ("prompt", "negative_prompt", "seed", "model", "settings")
         about: dict[str, Any] = {key: str(found[key]) for key in keys}
-        return {**about, "seed": int(about["seed"]), "settings": json.loads(about["settings"])}
+        return {**about, "seed": int(about["seed"]), "settings": parse_json(about["settings"].encode())}
+    except (KeyError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise InputError(f"{path} does not say how it was made: give a PNG that `atoll sample` has made") from error
     except OSError as error:
         raise InputError(f"cannot read {path} ({reason_of(error)}): give a PNG that `atoll sample` has made") from error
-    except (KeyError, ValueError) as error:
-        raise InputError(f"{path} does not say how it was made: give a PNG that `atoll sample` has made") from error
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
@@ -260,42 +295,31 @@ def _scaled(image: Image.Image, cell: int) -> Image.Image:
 
 def _wrapped(text: str, width: float, font: Font, most: int) -> list[str]:
     """The text in lines that fit, accents taken off, for the built-in font has none; cut after `most` lines."""
-    plain = unicodedata.normalize("NFKD", text[:2000])
+    plain = unicodedata.normalize("NFKD", text[:MOST_TOLD])[:MOST_TOLD]
     plain = "".join(
         char for char in plain if not unicodedata.combining(char) and (char.isprintable() or char.isspace())
     )
-    lines, line = [], ""
-    for word in plain.split() or ["(no text)"]:
-        for piece in _pieces(word, width, font):
-            longer = f"{line} {piece}" if line else piece
-            if line and font.getlength(longer) > width:
-                lines.append(line)
-                line = piece
-            else:
-                line = longer
-    lines.append(line)
-    if len(lines) > most:
-        lines = [*lines[: most - 1], _shortened(f"{lines[most - 1]} {' '.join(lines[most:])}", width, font)]
-    return lines
+    lines: list[str] = []
+    rest = " ".join(plain.split()) or "(no text)"
+    while rest and len(lines) < most - 1:
+        num = _fitting(rest, width, font)
+        if num < len(rest) and (space := rest.rfind(" ", 0, num + 1)) > 0:
+            num = space
+        lines.append(rest[:num])
+        rest = rest[num:].lstrip()
+    return [*lines, _shortened(rest, width, font)] if rest else lines
 
 
 def _shortened(text: str, width: float, font: Font) -> str:
     """The text, or as much of its beginning as fits."""
     if font.getlength(text) <= width:
         return text
-    while text and font.getlength(f"{text} ...") > width:
-        text = text[:-1]
-    return f"{text.rstrip()} ..."
+    return f"{text[: _fitting(text, width - font.getlength(' ...'), font)].rstrip()} ..."
 
 
-def _pieces(word: str, width: float, font: Font) -> list[str]:
-    """A word that is longer than the line, in pieces."""
-    pieces = [""]
-    for char in word:
-        if pieces[-1] and font.getlength(pieces[-1] + char) > width:
-            pieces.append("")
-        pieces[-1] += char
-    return pieces
+def _fitting(text: str, width: float, font: Font) -> int:
+    """How many characters of the text fit, at least 1: found by halving, for each length is measured as a whole."""
+    return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda num: font.getlength(text[:num])))
 
 
 def _font(size: int) -> Font:
