@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import socket
 import tarfile
 from pathlib import Path
 
@@ -92,7 +94,8 @@ class TestFolders:
     def test_arguments_that_do_not_fit(self, tmp_path, monkeypatch):
         write(tmp_path, {"a.png": png(), "a.txt": "a", "digits/b.png": png(1)})
         for place, options, message in (
-            (tmp_path, {"num": 5}, "--num is for"),
+            (tmp_path, {"num": 0}, "--num must be at least 1"),
+            ("shapes", {"follow_links": True}, "--follow-links is for folders"),
             ("shapes", {"num": 0}, "--num must be at least 1"),
             ("shapes", {"num": 5, "template": "a {label}"}, "leave --template out"),
             ("", {}, "the source is empty"),
@@ -138,8 +141,93 @@ class TestFolders:
         (inside / "leads.png").symlink_to(outside / "secret.png")
         (inside / "also.png").symlink_to(inside / "real.png")
         (inside / "loop").symlink_to(inside)
+        (inside / "away").symlink_to(outside)
+        (inside / "itself.png").symlink_to("itself.png")
         found = captions(inside)
-        assert found == {"also.png": "y", "leads.png": "[a link that leads out of the folder]", "real.png": "r"}
+        out = "[a link that leads out of the folder]"
+        itself = "[cannot be read (Too many levels of symbolic links)]"
+        assert found == {"also.png": "y", "itself.png": itself, "leads.png": out, "real.png": "r", "away": out}
+
+    def test_linked_folders(self, tmp_path):
+        """Those within the tree are read when asked for, each once, however they are linked."""
+        files: dict[str, bytes | str] = {}
+        for i, folder in enumerate((".store/a", ".store/b", "c")):
+            files |= {f"{folder}/{i}.png": png(i), f"{folder}/{i}.txt": f"picture {i}"}
+        write(tmp_path, files)
+        for link in ("a", ".store/a/back", "c/a", "c/again"):
+            (tmp_path / link).symlink_to(tmp_path / (".store/a" if link != "c/again" else "c"))
+        (tmp_path / ".store" / "a" / "b").symlink_to("../b")
+        not_asked = "[a linked folder, which --follow-links would read]"
+        assert captions(tmp_path) == {"c/2.png": "picture 2", "a": not_asked, "c/a": not_asked}
+        followed = captions(tmp_path, follow_links=True)
+        assert followed == {"c/2.png": "picture 2", "a/0.png": "picture 0", "a/b/1.png": "picture 1"}
+
+    def test_texts_that_lead_out(self, tmp_path):
+        """A link beside a picture would publish whatever it leads to."""
+        write(tmp_path / "out", {"secret.txt": "password", "rows.jsonl": '{"file_name": "a.png", "text": "password"}'})
+        inside = write(tmp_path / "in", {"a.png": png()})
+        (inside / "a.txt").symlink_to(tmp_path / "out" / "secret.txt")
+        assert captions(inside) == {"a.png": "[caption cannot be read (it is a link that leaves its folder)]"}
+        (inside / "metadata.jsonl").symlink_to(tmp_path / "out" / "rows.jsonl")
+        with pytest.raises(InputError, match=r"metadata.jsonl cannot be read \(it is a link that leaves its folder\)"):
+            captions(inside)
+
+    @pytest.mark.timeout(60)
+    def test_what_is_no_file(self, tmp_path):
+        """A FIFO would hang whoever opens it, a device never ends."""
+        write(tmp_path, {"b.png": png(), "c.png": png(1), "c.txt": "c"})
+        for name in ("a.png", "b.txt", "0.tar", "0.parquet"):
+            os.mkfifo(tmp_path / name)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(tmp_path / "d.png"))
+        (tmp_path / "e.png").symlink_to("/dev/zero")
+        (tmp_path / "itself.tar").symlink_to("itself.tar")
+        (tmp_path / "itself.parquet").symlink_to("itself.parquet")
+        for name in ("0.tar", "0.parquet"):
+            with pytest.raises(InputError, match="cannot be read .it is a FIFO, not a file"):
+                Source(str(tmp_path / name))
+        for name in ("itself.tar", "itself.parquet"):
+            with pytest.raises(InputError, match="cannot be read .Too many levels"):
+                Source(str(tmp_path / name))
+        assert captions(tmp_path) == {
+            "0.tar": "[the archive cannot be read (it is a FIFO, not a file)]",
+            "itself.tar": "[the archive cannot be read (Too many levels of symbolic links)]",
+        }
+        for path in tmp_path.glob("*.tar"):
+            path.unlink()
+        assert all("is damaged" in caption for caption in captions(tmp_path).values())
+        for path in tmp_path.glob("*.parquet"):
+            path.unlink()
+        assert captions(tmp_path) == {
+            "a.png": "[it is a FIFO, not a file]",
+            "b.png": "[caption cannot be read (it is a FIFO, not a file)]",
+            "c.png": "c",
+            "d.png": "[it is a socket, not a file]",
+            "e.png": "[a link that leads out of the folder]",
+        }
+        os.mkfifo(tmp_path / "metadata.jsonl")
+        with pytest.raises(InputError, match="it is a FIFO"):
+            captions(tmp_path)
+
+    def test_what_is_too_large(self, tmp_path, monkeypatch):
+        """Nothing of it is read: the files have holes, and would fill more memory than there is."""
+        write(tmp_path, {"a.png": b"", "b.png": png(), "c.png": png(1), "c.txt": "word " * 10_000})
+        os.truncate(tmp_path / "a.png", 1 << 40)
+        (tmp_path / "a.txt").write_text("a")
+        (tmp_path / "b.txt").write_text("")
+        os.truncate(tmp_path / "b.txt", 1 << 40)
+        found = captions(tmp_path)
+        assert found["a.png"] == "[larger than 256 MB]"
+        assert found["b.png"] == "[caption cannot be read (it is larger than 1,048,576 bytes)]"
+        assert found["c.png"] == ("word " * 10_000)[:10_000].strip()
+        for name in ("metadata.csv", "metadata.jsonl"):
+            (tmp_path / name).write_text("file_name,text\n")
+            os.truncate(tmp_path / name, 1 << 31)
+            with pytest.raises(InputError, match="it has a line of more than 1,048,576 characters"):
+                captions(tmp_path)
+            os.truncate(tmp_path / name, 1 << 33)
+            with pytest.raises(InputError, match="it is larger than 4 GB"):
+                captions(tmp_path)
 
     def test_damaged_pictures_are_faults(self, tmp_path):
         write(tmp_path, {"a.png": b"", "a.txt": "a", "b.png": png()[:50], "b.txt": "b", "c.png": png(), "c.txt": "c"})
@@ -161,6 +249,148 @@ class TestFolders:
         item = source._captioned(Item("k", (), text))
         assert item.fault == ("" if text.split() else "empty caption")
         assert item.caption == " ".join(item.caption.split())
+
+
+class TestNum:
+    """So many pictures of any source, chosen at random and always the same."""
+
+    def files(self) -> dict[str, bytes | str]:
+        return {f"{i:02d}.{kind}": png(i) if kind == "png" else f"p{i}" for i in range(40) for kind in ("png", "txt")}
+
+    def test_a_folder(self, tmp_path):
+        write(tmp_path, {**self.files(), "fault.png": png()})
+        chosen = captions(tmp_path, num=10)
+        assert chosen.pop("fault.png") == "[no caption]"  # nothing is left out in silence
+        assert len(chosen) == 10
+        assert chosen == {name: f"p{int(name[:2])}" for name in sorted(chosen)} != captions(tmp_path, num=10, seed=1)
+        more = captions(tmp_path, num=15)
+        assert chosen.items() < more.items()
+        assert sorted(chosen) != sorted(captions(tmp_path))[:10]
+        assert len(captions(tmp_path, num=1000)) == 41
+
+    def test_the_order_does_not_matter(self, tmp_path):
+        files = self.files()
+        names = sorted(files)
+        one = write_tar(tmp_path / "one.tar", {name: files[name] for name in names})
+        other = write_tar(tmp_path / "other.tar", {name: files[name] for i in range(39, -1, -1)
+                                                   for name in names[2 * i : 2 * i + 2]})  # fmt: skip
+        other.rename(tmp_path / "sub.tar")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "sub.tar").rename(tmp_path / "a" / "one.tar")
+        assert captions(one, num=10) == captions(tmp_path / "a" / "one.tar", num=10)
+        assert len(captions(one, num=10)) == 10
+
+    def test_a_table(self, tmp_path):
+        table = pa.table({"image": [png(i) for i in range(40)], "text": [f"p{i}" for i in range(40)]})
+        pq.write_table(table, tmp_path / "t.parquet")
+        assert len(captions(tmp_path / "t.parquet", num=7)) == 7
+
+
+FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "time": (136, 12), "checksum": (148, 8),
+          "type": (156, 1), "magic": (257, 8), "prefix": (345, 155), "all": (0, 512)}  # fmt: skip
+
+
+class TestDamage:
+    """What a damaged archive has lost is told: nothing is missing in silence."""
+
+    def archive(self, path: Path) -> bytes:
+        members = {f"{i}.{kind}": png(i) if kind == "png" else f"c{i}" for i in range(10) for kind in ("png", "txt")}
+        return write_tar(path, members).read_bytes()
+
+    def mend(self, content: bytearray, at: int) -> None:
+        content[at + 148 : at + 156] = b" " * 8
+        content[at + 148 : at + 156] = b"%06o\0 " % sum(content[at : at + 512])
+
+    def check(self, path: Path, content: bytes) -> dict[str, str]:
+        path.write_bytes(content)
+        found = captions(path)
+        kept = [caption for caption in found.values() if not caption.startswith("[")]
+        told = [caption for caption in found.values() if caption.startswith("[")]
+        assert len(kept) == 10 or told, found
+        whole = {key: caption for key, caption in found.items() if caption in kept and key != "0.tar/3.png"}
+        assert whole == {key: f"c{key.rpartition('/')[2][0]}" for key in whole}
+        return found
+
+    @pytest.mark.parametrize("field", FIELDS)
+    @pytest.mark.parametrize("member", ["3.png", "3.txt"])
+    @pytest.mark.parametrize("mended", [False, True], ids=["checksum wrong", "checksum right"])
+    def test_every_field_of_a_header(self, field, member, mended, tmp_path):
+        content = self.archive(tmp_path / "0.tar")
+        with tarfile.open(tmp_path / "0.tar") as archive:
+            at = archive.getmember(member).offset
+        start, length = FIELDS[field]
+        values = [b"\0" * length, b"7" * length, b"\xff" * length, np.random.default_rng(0).bytes(length)]
+        if field == "size":
+            values += [f"{size:011o}\0".encode() for size in (0, 1, 512, 600, 2048, 5000, 1 << 20, 1 << 32)]
+            values += [b"\x80" + b"\x7f" * 11, b"\xff" * 11 + b"\0"]  # huge, and less than nothing
+        for value in values:
+            broken = bytearray(content)
+            broken[at + start : at + start + length] = value
+            if mended and field != "checksum":
+                self.mend(broken, at)
+            found = self.check(tmp_path / "0.tar", bytes(broken))
+            assert [found.get(f"0.tar/{i}.png") for i in range(3)] == ["c0", "c1", "c2"]
+
+    def test_a_size_that_takes_the_rest(self, tmp_path):
+        content = bytearray(self.archive(tmp_path / "0.tar"))
+        with tarfile.open(tmp_path / "0.tar") as archive:
+            member, end = archive.getmember("3.png"), archive.getmember("9.txt").offset + 1024
+        content[member.offset + 124 : member.offset + 136] = b"%011o\0" % (end - member.offset_data)
+        self.mend(content, member.offset)
+        found = self.check(tmp_path / "0.tar", bytes(content))
+        assert "the archive is damaged after this point: this picture is said to hold" in found["0.tar/3.png"]
+
+    def test_every_end(self, tmp_path):
+        content = self.archive(tmp_path / "0.tar")
+        with tarfile.open(tmp_path / "0.tar") as archive:
+            starts = [member.offset for member in archive]
+            end = archive.getmembers()[-1].offset + 1024
+        for cut in (
+            *starts[1:],
+            *(start + 512 for start in starts),
+            *(start + 700 for start in starts),
+            end,
+            end + 512,
+        ):
+            found = self.check(tmp_path / "0.tar", content[:cut])
+            assert any("the archive is damaged after this point" in caption for caption in found.values())
+        for garbage in (b"x" * 512, content[512:2048], content, b"\0" * 2048 + b"x"):
+            found = self.check(tmp_path / "0.tar", content + garbage)
+            assert len(found) == 11
+        assert len(self.check(tmp_path / "0.tar", content + b"\0" * 20_480)) == 10
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"], ids=["pax", "global", "long name", "long link"])
+    def test_headers_that_ask_for_too_much(self, kind, tmp_path):
+        """A long name of a terabyte, and a name of a name of a name without end."""
+        path = tmp_path / "0.tar"
+        for size, repeat in ((1 << 40, 1), (-(1 << 40), 1), (0, 20_000)):
+            info = tarfile.TarInfo("a")
+            info.size, info.type = size, kind
+            path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) * repeat)
+            os.truncate(path, (1 << 41) if size > 0 else path.stat().st_size)
+            found = captions(path)
+            assert list(found) == ["0.tar/"]
+            assert "the archive is damaged" in found["0.tar/"]
+
+    def test_a_sparse_member(self, tmp_path):
+        info = tarfile.TarInfo("a.png")
+        info.type = tarfile.GNUTYPE_SPARSE
+        (tmp_path / "0.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 1024)
+        assert captions(tmp_path / "0.tar") == {"0.tar/a.png": "[not a plain file in the archive]"}
+
+    def test_members_that_are_too_large(self, tmp_path):
+        """The archive has a hole where its picture should be."""
+        info = tarfile.TarInfo("a.png")
+        info.size = 1 << 40
+        text = tarfile.TarInfo("a.txt")
+        text.size = 1 << 40
+        with (tmp_path / "0.tar").open("wb") as file:
+            file.write(info.tobuf())
+            file.seek(info.size, os.SEEK_CUR)
+            file.write(text.tobuf())
+            file.truncate(file.tell() + text.size + 1024)
+        assert captions(tmp_path / "0.tar") == {"0.tar/a.png": "[larger than 256 MB]"}
 
 
 class TestTars:

@@ -55,7 +55,7 @@ def real_path(path: Path, root: Path | None = None) -> Path:
 def _hub_blobs(home: Path) -> Iterator[Path]:
     """Where the Hugging Face hub keeps the files that its snapshots consist of links to."""
     for folder in (home, *home.parents):
-        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
+        if folder.name == "snapshots" and folder.parent.name.startswith(("models--", "datasets--")):
             yield folder.parent / "blobs"
 
 

@@ -1,17 +1,23 @@
 """Where pictures come from: folders, WebDataset tars, Parquet and Arrow files, and what is built in.
 
 A source lists its items in an order that never changes and without reading a picture; an item knows how to read its
-own bytes, in any process. Names inside archives are labels: nothing is ever written where they say.
+own bytes, in any process. Names inside archives are labels: nothing is ever written where they say. Whatever is read
+is a regular file inside the source and no larger than it may be: the rest is a fault of the item, and told.
 """
 
 import csv
-import json
+import errno
+import hashlib
+import heapq
 import os
 import posixpath
+import stat
 import tarfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +25,21 @@ from PIL import Image
 
 from atoll.data.builtin import NAMES, make
 from atoll.data.images import Picture, Rejected, Transform, read_picture
-from atoll.errors import InputError
+from atoll.errors import InputError, printable, shown
+from atoll.files import KINDS, open_regular, parse_json, read_bytes, real_path, reason_of
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 METADATA = ("metadata.jsonl", "metadata.csv")
 CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
+MAX_PICTURE = 256 << 20  # bytes of a file or a member
+MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption, and characters of a line of metadata
+MAX_CAPTION = 10_000  # characters; what comes after them is cut off
+MAX_METADATA = 4 << 30  # bytes: it is held in memory
+MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
+MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
+NO_CAPTION = "no caption"
+LEAVES = "a link that leads out of the folder"
+DAMAGED = "is damaged after this point"  # said of an archive or a table: what follows is lost
 
 
 class Item(NamedTuple):
@@ -43,23 +59,33 @@ class Source:
     place: str
     kind: str = field(init=False)
     template: str | None = None
-    num: int | None = None  # how many of a built-in one
+    num: int | None = None  # how many: the first of a built-in one, a random choice of any other
     size: int = 32
     seed: int = 0
+    follow_links: bool = False  # to folders that lie within the source
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind_of(self.place))
-        if self.num is not None and self.kind != "built-in":
-            raise InputError(f"--num is for {', '.join(NAMES)}: of {self.place} all pictures are taken")
         if self.num is not None and self.num < 1:
             raise InputError(f"--num must be at least 1, but is {self.num}")
         if self.template is not None and self.kind == "built-in":
             raise InputError(f"{self.place} has captions of its own: leave --template out")
         if self.template is not None and "{label}" not in self.template:
             raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
+        if self.follow_links and self.kind != "folder":
+            raise InputError(f"--follow-links is for folders of pictures: leave it out for {self.place}")
 
     def items(self) -> Iterator[Item]:
-        """All items, in their order."""
+        """All items, in their order; with `num`, so many of them, and all that have a fault."""
+        left = self.num
+        for item in self._all():
+            if item.fault or left is None or self.kind == "built-in":
+                yield item
+            elif left and self._rank(item) <= self._last_rank:
+                left -= 1
+                yield item
+
+    def _all(self) -> Iterator[Item]:
         found = {
             "folder": self._folder,
             "tar": self._tars,
@@ -69,56 +95,79 @@ class Source:
         for item in found:
             yield item if item.fault else self._captioned(item)
 
+    def _rank(self, item: Item) -> int:
+        """A number for an item, by which `num` of them are chosen: from its name and the seed alone."""
+        name = f"{self.seed} {item.key}".encode("utf-8", "surrogateescape")
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+
+    @cached_property
+    def _last_rank(self) -> int:
+        """The rank of the last item that is chosen."""
+        least = heapq.nsmallest(self.num or 0, (self._rank(item) for item in self._all() if not item.fault))
+        return least[-1] if least else -1
+
     def _captioned(self, item: Item) -> Item:
         caption = item.caption
         if not caption and self.template is not None and item.label:
             caption = self.template.replace("{label}", item.label.replace("_", " "))
         if caption is None:
-            return item._replace(fault="no caption")
-        caption = " ".join(unicodedata.normalize("NFC", caption).split())
+            return item._replace(fault=NO_CAPTION)
+        caption = " ".join(unicodedata.normalize("NFC", caption[:MAX_CAPTION]).split())
         return item._replace(caption=caption, fault="" if caption else "empty caption")
 
     def _folder(self) -> Iterator[Item]:
-        root = Path(self.place).resolve()
+        root = Path(os.path.realpath(self.place))
         metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
-        for folder, names in _walk(root):
+        for folder, names, why_not in _walk(root, self.follow_links):
+            if why_not:
+                yield Item(folder.relative_to(root).as_posix(), (), fault=why_not)
+                continue
             metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
-            metadata[folder], faults = _read_metadata(folder)
-            for number, fault in faults:
+            metadata[folder], faults = _read_metadata(folder, names, root)
+            for number, bad in faults:
                 key = (folder / f"metadata, row {number}").relative_to(root).as_posix()
-                yield Item(key, (), fault=fault)
+                yield Item(key, (), fault=bad)
+            beside = set(names)
             for name in names:
                 path = folder / name
                 if path.suffix.lower() not in IMAGES:
                     continue
                 key = path.relative_to(root).as_posix()
                 label = "" if folder == root else folder.name
-                if path.is_symlink() and not path.resolve().is_relative_to(root):
-                    yield Item(key, (), fault="a link that leads out of the folder")
-                    continue
+                size, fault = _look(path, root)
                 listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
-                caption, fault = next((c for c in listed if c is not None), None), ""
-                if caption is None:
-                    caption, fault = _read_sidecar(path.with_suffix(".txt"))
-                try:
-                    size = path.stat().st_size
-                except OSError as error:
-                    size, fault = 0, f"cannot be read ({error.strerror})"
-                yield Item(key, ("file", str(path), size), caption, label, fault)
+                caption = next((c for c in listed if c is not None), None)
+                if caption is None and not fault and (sidecar := path.with_suffix(".txt")).name in beside:
+                    caption, fault = _read_sidecar(sidecar, root)
+                yield Item(key, ("file", str(root), size), caption, label, fault)
 
     def _tars(self) -> Iterator[Item]:
-        place = Path(self.place)
-        paths = [place] if place.is_file() else sorted(place.glob("*.tar"))
-        for path in paths:
-            yield from _tar_items(path)
+        for path, name, root in self._files(lambda folder: folder.glob("*.tar")):
+            try:
+                yield from _tar_items(real_path(path, root), name)
+            except OSError as error:
+                yield Item(name, (), fault=f"the archive cannot be read ({reason_of(error)})")
 
     def _tables(self) -> Iterator[Item]:
+        tables = (".parquet", ".arrow")
+        for path, name, root in self._files(lambda folder: (p for p in folder.rglob("*") if p.suffix in tables)):
+            row = 0
+            try:
+                for item in _table_items(real_path(path, root), name):
+                    yield item
+                    row += 1
+            except OSError as error:
+                reason = printable(reason_of(error), 200)
+                yield Item(f"{name}/{row:08d}", (), fault=f"the table {DAMAGED} ({reason})")
+
+    def _files(self, find: Callable[[Path], Iterable[Path]]) -> Iterator[tuple[Path, str, Path]]:
+        """The files of a source, in order, with their names in it and the folder that their links may not leave."""
         place = Path(self.place)
-        if place.is_file():
-            yield from _table_items(place, place.name)
-            return
-        for path in sorted(p for p in place.rglob("*") if p.suffix in (".parquet", ".arrow")):
-            yield from _table_items(path, path.relative_to(place).as_posix())
+        if place.is_dir():
+            yield from ((path, path.relative_to(place).as_posix(), place) for path in sorted(find(place)))
+        else:
+            real = Path(os.path.realpath(place))  # the user's own link may lead anywhere
+            yield real, place.name, real.parent
 
     def _built_in(self) -> Iterator[Item]:
         examples = make(self.place, self.num, self.size, self.seed)
@@ -129,22 +178,25 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """For dataset.json; a path is named by its last part, since the rest belongs to one machine."""
-        name = self.place if self.kind == "built-in" else Path(self.place).resolve().name
-        made = {"num": self.num, "seed": self.seed} if self.kind == "built-in" else {"template": self.template}
+        name = self.place if self.kind == "built-in" else Path(os.path.realpath(self.place)).name
+        made: dict[str, Any] = {} if self.kind == "built-in" else {"template": self.template}
+        if self.kind == "built-in" or self.num is not None:
+            made |= {"num": self.num, "seed": self.seed}
+        if self.follow_links:
+            made["follow_links"] = True
         return {"name": name, "kind": self.kind, **made}
 
 
 def read_item(item: Item) -> tuple[bytes | Image.Image, str, str]:
     """The picture of an item, its caption and its label. Raises OSError if its bytes cannot be had."""
     match item.where:
-        case ("file", path, _):
-            return Path(path).read_bytes(), item.caption or "", item.label
+        case ("file", root, _):
+            return read_bytes(Path(root) / item.key, MAX_PICTURE, Path(root)), item.caption or "", item.label
         case ("span", path, start, length):
-            with open(path, "rb") as file:
-                file.seek(start)
-                content = file.read(length)
-            if len(content) < length:
-                raise OSError("the archive ends within the picture")
+            with open_regular(Path(path)) as file:
+                content = _span(file, start, length, MAX_PICTURE)
+            if _holds_members(content):
+                raise OSError(errno.EIO, f"the archive {DAMAGED}: this picture is said to hold what comes after it")
             return content, item.caption or "", item.label
         case ("row", path, group, number, row, column):
             return _table_picture(path, group, number, row, column), item.caption or "", item.label
@@ -168,34 +220,43 @@ def read_items(items: list[Item], transform: Transform) -> list[Reading]:
     """Read and decode some items, in whatever process."""
     readings = []
     for item in items:
-        if item.fault:
+        swallowed = item.fault == NO_CAPTION and item.where[0] == "span"  # the caption may be, by a size too large
+        if item.fault and not swallowed:
             readings.append(Reading(item, fault=item.fault))
             continue
         try:
             content, caption, label = read_item(item)
+            if item.fault:
+                raise Rejected(item.fault)
             readings.append(Reading(item, read_picture(content, transform), caption, label))
         except Rejected as error:
             readings.append(Reading(item, fault=str(error)))
         except OSError as error:
-            readings.append(Reading(item, fault=f"cannot be read ({error.strerror or error})"))
+            reason = reason_of(error)
+            readings.append(Reading(item, fault=reason if DAMAGED in reason else f"cannot be read ({reason})"))
     return readings
 
 
 def _kind_of(place: str) -> str:
     path = Path(place)
     if place in NAMES:
-        if path.exists():
+        if os.path.lexists(path):
             raise InputError(f"{place} is both built in and here: write ./{place} for the one here, or go elsewhere")
         return "built-in"
+    offered = f"give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}"
     if not place:
-        raise InputError(f"the source is empty: give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}")
-    if not path.exists():
-        raise InputError(f"there is no {place}: give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}")
-    if path.is_file():
+        raise InputError(f"the source is empty: {offered}")
+    if not os.path.lexists(path):
+        raise InputError(f"there is no {place}: {offered}")
+    if not path.is_dir():
         kind = {".tar": "tar", ".parquet": "table", ".arrow": "table"}.get(path.suffix)
         if kind is None:
             advice = ": unpack it first" if path.suffix in (".gz", ".tgz", ".zip", ".bz2", ".xz") else ""
             raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file{advice}")
+        try:
+            open_regular(Path(os.path.realpath(path))).close()
+        except OSError as error:
+            raise InputError(f"{place} cannot be read ({reason_of(error)}): {offered}") from error
         return kind
     if any(path.glob("*.tar")):
         return "tar"
@@ -204,154 +265,267 @@ def _kind_of(place: str) -> str:
     return "folder"
 
 
-def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each folder below root with its sorted file names; links to folders are not followed."""
-    for folder, subfolders, names in os.walk(root):
-        subfolders.sort()
-        own = [name for name in subfolders if (Path(folder) / name / "dataset.json").exists()]  # what we made
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in own]
-        yield Path(folder), sorted(name for name in names if not name.startswith("."))
+# --- folders ------------------------------------------------------------------------------------------------------
 
 
-def _read_sidecar(path: Path) -> tuple[str | None, str]:
+def _walk(root: Path, follow: bool) -> Iterator[tuple[Path, list[str], str]]:
+    """Each folder below root once, with its sorted file names, or the reason why a linked folder is not read.
+
+    Linked folders come last: most lead to what has been read already.
+    """
+    seen: set[str] = set()
+    todo, linked = [root], list[Path]()
+    while todo or linked:
+        if todo:
+            top = todo.pop()
+        else:
+            top, real = linked.pop(0), ""
+            try:
+                real = str(real_path(top, root))
+            except OSError:
+                yield top, [], LEAVES
+            if not real or real in seen or _is_ours(Path(real)):
+                continue
+            if not follow:
+                yield top, [], "a linked folder, which --follow-links would read"
+                continue
+        for place, subfolders, names in os.walk(top):
+            folder = Path(place)
+            seen.add(os.path.realpath(folder))
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            linked += [folder / name for name in subfolders if (folder / name).is_symlink()]
+            subfolders[:] = [name for name in subfolders if not _is_ours(folder / name)]
+            yield folder, sorted(name for name in names if not name.startswith(".")), ""
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is a data set that was made of pictures, and no source of them."""
+    return os.path.lexists(folder / "dataset.json")
+
+
+def _look(path: Path, root: Path) -> tuple[int, str]:
+    """The size of a picture's file, and what is wrong with it, which is found without opening it."""
+    try:
+        about = path.lstat()
+        if stat.S_ISLNK(about.st_mode):
+            about = os.stat(real_path(path, root))
+    except OSError as error:
+        return 0, LEAVES if error.errno == errno.EPERM else f"cannot be read ({reason_of(error)})"
+    if not stat.S_ISREG(about.st_mode):
+        return 0, f"it is {KINDS.get(stat.S_IFMT(about.st_mode), 'not a regular file')}, not a file"
+    return about.st_size, _too_large(about.st_size)
+
+
+def _too_large(size: int) -> str:
+    return f"larger than {MAX_PICTURE >> 20} MB" if size > MAX_PICTURE else ""
+
+
+def _read_sidecar(path: Path, root: Path) -> tuple[str | None, str]:
     """A caption beside its picture, and a fault if there is one that cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig"), ""
-    except FileNotFoundError:
-        return None, ""
+        return read_bytes(path, MAX_TEXT, root).decode("utf-8-sig"), ""
     except UnicodeDecodeError:
         return None, "caption is not UTF-8"
     except OSError as error:
-        return None, f"caption cannot be read ({error.strerror})"
+        return None, f"caption cannot be read ({reason_of(error)})"
 
 
-def _read_metadata(folder: Path) -> tuple[dict[str, str], list[tuple[int, str]]]:
+def _read_metadata(folder: Path, names: list[str], root: Path) -> tuple[dict[str, str], list[tuple[int, str]]]:
     """file name -> caption by the imagefolder convention (file_name, text), and the rows that cannot be used."""
     captions: dict[str, str] = {}
     faults: list[tuple[int, str]] = []
-    path = next((folder / name for name in METADATA if (folder / name).is_file()), None)
+    path = next((folder / name for name in METADATA if name in names), None)
     if path is None:
         return captions, faults
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                csv.field_size_limit(1 << 24)
-                rows: Iterator[Any] = csv.DictReader(file)
-            else:
-                rows = (_json_or_none(line) for line in file if line.strip())
+        with open_regular(path, root) as raw, TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+            if os.fstat(raw.fileno()).st_size > MAX_METADATA:
+                raise OSError(errno.EFBIG, f"it is larger than {MAX_METADATA >> 30} GB")
+            csv.field_size_limit(MAX_TEXT)
+            lines = _lines(file)
+            rows: Iterator[Any] = (
+                csv.DictReader(lines) if path.suffix == ".csv" else (_json_or_none(line) for line in lines)
+            )
             for number, row in enumerate(rows, 1):
                 name = row.get("file_name") if isinstance(row, dict) else None
                 caption = (
                     next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None) if name else None
                 )
                 if isinstance(name, str) and caption is not None:
-                    captions[posixpath.normpath(name)] = caption
+                    captions[posixpath.normpath(name)] = caption[:MAX_CAPTION]
                 else:
                     faults.append((number, f"a row of {path.name} without file_name and text"))
     except (UnicodeDecodeError, OSError, csv.Error) as error:
         raise InputError(
-            f"{path} cannot be read ({error}): save it as UTF-8, with file_name and text in each row"
+            f"{path} cannot be read ({reason_of(error)}): save it as UTF-8, with file_name and text in each row"
         ) from error
     return captions, faults
 
 
+def _lines(file: TextIOWrapper) -> Iterator[str]:
+    """The lines that are not blank, none of which may fill the memory."""
+    while line := file.readline(MAX_TEXT + 1):
+        if len(line) > MAX_TEXT:
+            raise OSError(errno.EFBIG, f"it has a line of more than {MAX_TEXT:,} characters")
+        if line.strip():
+            yield line
+
+
 def _json_or_none(line: str) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line.encode())
+    except ValueError:
         return None
 
 
-def _tar_items(path: Path) -> Iterator[Item]:
+# --- tars ---------------------------------------------------------------------------------------------------------
+
+
+class _Headers:
+    """A file as tarfile reads it: no header may ask for more than a header has."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MAX_TAR_HEADER:
+            raise tarfile.ReadError(f"a header of {shown(size)} bytes")
+        return self._file.read(size)
+
+
+def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive; raises ReadError and the like unless it has an end, and all lie before that."""
+    size = os.fstat(raw.fileno()).st_size
+    archive: Any = tarfile.TarFile(fileobj=_Headers(raw), mode="r")  # type: ignore[arg-type]
+    last = -1
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # which would grow with the archive
+        if member.size < 0 or member.offset <= last:
+            raise tarfile.ReadError("a member of less than no bytes")
+        if member.isfile() and member.offset_data + member.size > size:
+            raise tarfile.ReadError("it ends within a member")
+        last = member.offset
+        yield member
+    # tarfile takes whatever is no header for the end, but the end is two blocks of zeros with nothing behind them.
+    left = size - archive.offset
+    if left < 2 * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError("it is truncated: the mark of its end is missing")
+    raw.seek(archive.offset)
+    if left > MAX_TAR_END or any(raw.read(left)):
+        raise tarfile.ReadError("there is no header where the next one should be")
+
+
+def _tar_items(path: Path, tar: str) -> Iterator[Item]:
     """WebDataset: members that share a name up to the first dot of its last part are one sample."""
     sample: dict[str, tarfile.TarInfo] = {}
-    stem, fault = "", ""
-    with open(path, "rb") as raw:
+    stem, damage = "", ""
+    with open_regular(path) as raw:
         try:
-            with tarfile.open(fileobj=raw, mode="r:") as archive:
-                for member in archive:
-                    if not member.isfile():
-                        if not member.isdir():
-                            yield Item(f"{path.name}/{member.name}", (), fault="not a plain file in the archive")
-                        continue
-                    head, _, tail = member.name.rpartition("/")
-                    base, _, extension = tail.partition(".")
-                    name = f"{head}/{base}" if head else base
-                    if name != stem and sample:
-                        yield from _tar_sample(path, stem, sample, archive)
-                        sample = {}
-                    stem = name
-                    sample["." + extension.lower()] = member
-                yield from _tar_sample(path, stem, sample, archive)
-                sample = {}
-        except (tarfile.TarError, OSError, EOFError) as error:
-            fault = f"the archive is damaged after this point ({error})"
-        if fault:
-            yield Item(f"{path.name}/{stem}", (), fault=fault)
+            for member in _tar_members(raw):
+                if not member.isfile() or member.issparse():
+                    if not member.isdir():
+                        yield Item(f"{tar}/{member.name}", (), fault="not a plain file in the archive")
+                    continue
+                head, _, tail = member.name.rpartition("/")
+                base, _, extension = tail.partition(".")
+                name = f"{head}/{base}" if head else base
+                if name != stem and sample:
+                    yield from _tar_sample(path, f"{tar}/{stem}", sample, raw)
+                    sample = {}
+                stem = name
+                sample["." + extension.lower()] = member
+        except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
+            damage = f"the archive {DAMAGED} ({printable(reason_of(error), 200)})"
+        yield from _tar_sample(path, f"{tar}/{stem}", sample, raw)
+        if damage:
+            yield Item(f"{tar}/{stem}", (), fault=damage)
 
 
-def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], archive: tarfile.TarFile) -> Iterator[Item]:
+def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: BufferedReader) -> Iterator[Item]:
     extension = next((e for e in sample if e in IMAGES), None)
     if extension is None:
         if sample:
-            yield Item(f"{path.name}/{stem}", (), fault="no picture in the sample")
+            yield Item(stem, (), fault="no picture in the sample")
         return
-    key, member = f"{path.name}/{stem}{extension}", sample[extension]
-    caption, fault = None, ""
+    member = sample[extension]
+    caption, fault = None, _too_large(member.size)
     try:
         if ".txt" in sample:
-            caption = _member_bytes(archive, sample[".txt"]).decode("utf-8-sig")
+            caption = _member_text(raw, sample[".txt"]).decode("utf-8-sig")
         if not caption and ".json" in sample:
-            about = json.loads(_member_bytes(archive, sample[".json"]))
+            about = parse_json(_member_text(raw, sample[".json"]))
             caption = next((about[k] for k in CAPTION_KEYS if isinstance(about.get(k), str)), None)
     except (ValueError, AttributeError):
-        fault = "caption is not UTF-8 text or JSON"
-    label = Path(stem).parent.name
-    yield Item(key, ("span", str(path), member.offset_data, member.size), caption, label, fault)
+        fault = fault or "caption is not UTF-8 text or JSON"
+    except OSError as error:
+        fault = fault or reason_of(error)
+    label = posixpath.basename(posixpath.dirname(stem.partition("/")[2]))
+    yield Item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), caption, label, fault)
 
 
-def _member_bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    assert file is not None
-    return file.read()
+def _member_text(raw: BufferedReader, member: tarfile.TarInfo) -> bytes:
+    content = _span(raw, member.offset_data, member.size, MAX_TEXT)
+    if _holds_members(content):
+        raise OSError(errno.EIO, f"the archive {DAMAGED}: this caption is said to hold what comes after it")
+    return content
+
+
+def _span(file: BufferedReader, start: int, length: int, limit: int) -> bytes:
+    if length > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes")
+    file.seek(start)
+    content = file.read(length)
+    if len(content) < length:
+        raise OSError(errno.EIO, "the archive ends within it")
+    return content
+
+
+def _holds_members(content: bytes) -> bool:
+    """Whether headers of an archive lie where a size that is too large would make them part of a member."""
+    at = content.find(b"ustar")
+    while at >= 0:
+        if at % tarfile.BLOCKSIZE == 257:
+            block = content[at - 257 : at - 257 + tarfile.BLOCKSIZE]
+            try:
+                tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            except tarfile.TarError:
+                pass
+            else:
+                return True
+        at = content.find(b"ustar", at + 1)
+    return False
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
 
 
 def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
     """(row group, number within it, record batch of at most 256 rows), from a group on; an Arrow file is one group."""
     pa = _pyarrow()
-    damaged = (pa.ArrowException, OSError)
+    damaged = (pa.ArrowException, OSError, ValueError, IndexError, KeyError)
     try:
         if path.suffix == ".parquet":
             from pyarrow import parquet
 
-            with parquet.ParquetFile(path) as file:
+            with open_regular(path) as raw, parquet.ParquetFile(raw) as file:
                 for g in range(group, file.num_row_groups):
                     batches = file.iter_batches(batch_size=256, row_groups=[g], columns=columns)
                     yield from ((g, i, batch) for i, batch in enumerate(batches))
         else:
-            with pa.memory_map(str(path)) as raw:
+            open_regular(path).close()
+            with pa.memory_map(str(path)) as mapped:
                 try:
-                    stream = pa.ipc.open_stream(raw)
+                    stream = pa.ipc.open_stream(mapped)
                 except pa.ArrowInvalid:
-                    file = pa.ipc.open_file(raw)
+                    file = pa.ipc.open_file(mapped)
                     stream = (file.get_batch(i) for i in range(file.num_record_batches))
                 yield from ((0, i, batch) for i, batch in enumerate(stream))
     except damaged as error:
-        raise OSError(f"cannot be read as Parquet or Arrow: {error}") from error
+        raise OSError(f"cannot be read as Parquet or Arrow: {reason_of(error)}") from error
 
 
 def _table_items(path: Path, name: str) -> Iterator[Item]:
-    """The rows of a table; where it is damaged, what comes before that point and a fault."""
-    row_number = 0
-    try:
-        for item in _table_rows(path, name):
-            yield item
-            row_number += 1
-    except OSError as error:
-        yield Item(f"{name}/{row_number:08d}", (), fault=f"the table is damaged after this point ({error})")
-
-
-def _table_rows(path: Path, name: str) -> Iterator[Item]:
+    """The rows of a table. Raises OSError where it is damaged."""
     pa = _pyarrow()
     picture, texts, wanted = "", [], None
     _, _, first = next(_table_batches(path), (0, 0, None))
@@ -403,6 +577,8 @@ def _table_picture(path: str, group: int, number: int, row: int, column: str) ->
     content = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(content, bytes):
         raise OSError("the cell holds no picture")
+    if len(content) > MAX_PICTURE:
+        raise OSError(_too_large(len(content)))
     return content
 
 
