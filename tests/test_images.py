@@ -119,3 +119,11 @@ def test_any_bytes_are_rejected_not_raised():
             read_picture(bytes(damaged), TRANSFORM)
         except Rejected as error:
             assert str(error)
+
+
+def test_formats_that_start_programs_are_not_read(monkeypatch):
+    """An EPS is a program for Ghostscript, which PIL would start for it, whatever the file is called."""
+    content = saved(scene(), "EPS")
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("a program was started"))
+    with pytest.raises(Rejected, match="broken image"):
+        read_picture(content, TRANSFORM)

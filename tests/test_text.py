@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from atoll.data import text
 from atoll.data.pretrained import check_same
-from atoll.data.text import BEGIN, NUM_IDS, PADDING, load_text_encoder, make_text_encoder, split_words, word_id
+from atoll.data.text import (
+    BEGIN,
+    CHARACTERS,
+    NUM_IDS,
+    PADDING,
+    load_text_encoder,
+    make_text_encoder,
+    split_words,
+    word_id,
+)
 from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
@@ -82,6 +91,14 @@ class TestWords:
         assert torch.equal(mask, ids != PADDING)
         assert mask[:, 0].all()
         assert not tokens[~mask].any()
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("part", ["a", "\u0301\u0316", "word ", "猫", " "])
+    def test_time_does_not_grow_with_a_text(self, part):
+        """20 million characters would take hours if each were looked at again for the next."""
+        long = part * (20_000_000 // len(part))
+        encoder = make_text_encoder("words")
+        assert torch.equal(encoder.tokenize([long]), encoder.tokenize([long[: CHARACTERS * encoder.max_length]]))
 
     def test_null_text(self):
         encoder = make_text_encoder("words")
@@ -258,6 +275,13 @@ class TestCLIP:
             assert mask[0, :2].all()
 
         check()
+
+    @pytest.mark.timeout(60)
+    def test_time_does_not_grow_with_a_text(self, clip):
+        encoder = make_text_encoder(f"clip:{clip}")
+        for part in ("ca", "cat ", "\u0301\u0316", "<|endoftext|>"):
+            long = part * (20_000_000 // len(part))
+            assert torch.equal(encoder.tokenize([long]), encoder.tokenize([long[: CHARACTERS * encoder.max_length]]))
 
     def test_special_words_do_not_end_a_text(self, clip):
         encoder = make_text_encoder(f"clip:{clip}")

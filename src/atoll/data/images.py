@@ -14,8 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from atoll.errors import printable
+
 MAX_PIXELS = 250_000_000  # a picture of more is refused unread: it would take a gigabyte to look at
 Image.MAX_IMAGE_PIXELS = None  # ours is checked first, from the header
+# What a file is, is read from its bytes, whatever its name says: not all of the 40 formats that PIL can read, some of
+# which start other programs (EPS: Ghostscript). AVIF is not in every build of PIL.
+Image.init()
+_USUAL = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA", "QOI")
+FORMATS: list[str] = [name for name in _USUAL if name in Image.OPEN]
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # damaged metadata of a good picture
-            image = Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
+            image = Image.open(io.BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
             check_shape(image, transform)
             lossy = source if isinstance(source, bytes) and image.format in ("JPEG", "MPO") else None
             side = max(transform.size, transform.feature_size)
@@ -62,7 +69,7 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
         raise
     except Exception as error:  # PIL raises almost anything on damaged files
         told = re.sub(r" ?<.*>", "", str(error)) or type(error).__name__  # without addresses: the same in every run
-        raise Rejected(f"broken image ({told[:80]})" if source else "empty file") from error
+        raise Rejected(f"broken image ({printable(told[:80])})" if source else "empty file") from error
     if pixels.std((0, 1)).max() < transform.min_contrast:
         raise Rejected("blank image")
     thumb = np.asarray(Image.fromarray(pixels).resize((8, 8), Image.Resampling.BOX))

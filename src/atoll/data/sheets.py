@@ -90,7 +90,7 @@ def sample_sheet(real: NDArray[np.uint8], made: NDArray[np.uint8], captions: Seq
         x, y = gap + i % columns * (cell + gap), 66 + i // columns * high
         sheet.paste(_scaled(above, cell), (x, y))
         sheet.paste(_scaled(below, cell), (x, y + cell + 2))
-        lines = textwrap.wrap("".join(filter(str.isprintable, caption)), max(8, cell // 6))
+        lines = textwrap.wrap("".join(filter(str.isprintable, caption[:1000])), max(8, cell // 6))  # 4 of them show
         for j, line in enumerate(lines[:4]):
             draw.text((x, y + 2 * cell + 4 + 14 * j), line, FAINT, _font(11))
     return sheet

@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -34,6 +35,7 @@ FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the
 PADDING, BEGIN = 0, 1
 MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
 NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
+CHARACTERS = 100  # for each token of an encoder; of a longer text the rest is not looked at
 PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
 
 
@@ -137,7 +139,8 @@ class Words(Stored):
     def tokenize(self, texts: Sequence[str]) -> Tensor:
         ids = torch.full((len(_captions(texts)), self.max_length), PADDING, dtype=torch.int32)
         for row, text in zip(ids, texts, strict=True):
-            found = [BEGIN, *(word_id(word) for word in split_words(text))][: self.max_length]
+            words = islice(split_words(_cut(text, self.max_length)), self.max_length - 1)
+            found = [BEGIN, *map(word_id, words)]
             row[: len(found)] = torch.tensor(found, dtype=torch.int32)
         return ids
 
@@ -179,23 +182,25 @@ def split_words(text: str) -> Iterator[str]:
 
     Scripts that write no spaces, and emoji, give a word for each character.
     """
-    word, alone = "", False
+    word, alone = list[str](), False
     folded = unicodedata.normalize("NFKC", text).casefold()
     for char in unicodedata.normalize("NFKC", folded):
         kind = unicodedata.category(char)
         if kind == "Cf" or "\ufe00" <= char <= "\ufe0f":  # joiners, soft hyphens, the styles of an emoji
             continue
         if kind[0] == "M":
-            word += char if word else ""
+            if word:
+                word.append(char)
             continue
         single = kind == "So" or (kind[0] in "LN" and _has_no_spaces(char))
         if word and (alone or single or kind[0] not in "LN"):
-            yield word
-            word = ""
+            yield "".join(word)
+            word.clear()
         if single or kind[0] in "LN":
-            word, alone = word + char, single
+            word.append(char)
+            alone = single
     if word:
-        yield word
+        yield "".join(word)
 
 
 def _has_no_spaces(char: str) -> bool:
@@ -287,6 +292,7 @@ class CLIPText(nn.Module):
 
     def _plain(self, text: str) -> str:
         """The text without half characters, which the tokenizer refuses, and words that would end it early."""
+        text = _cut(text, self.max_length)
         for special in (self.tokenizer.bos_token, self.tokenizer.eos_token):
             text = text.replace(special, " ")
         return text.encode("utf-8", "replace").decode()
@@ -352,6 +358,11 @@ def _captions(texts: Sequence[str]) -> Sequence[str]:
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise InputError("captions must be a list of strings: put a single one into a list")
     return texts
+
+
+def _cut(text: str, max_length: int) -> str:
+    """The part of a text that fills an encoder many times over: time and memory must not grow with the rest."""
+    return text[: CHARACTERS * min(max(max_length, 10), 65536)]
 
 
 def _check_ids(ids: Tensor, max_length: int, num_ids: int) -> Tensor:
