@@ -129,7 +129,7 @@ class TestAsItIs:
             made.network(x, TIMES), run_class_dit(w, x, 1 - TIMES, CLASSES)[:, :4], rtol=0, atol=1e-5
         )
         bad = argparse.Namespace(path_type="VP", prediction="score")
-        with pytest.raises(InputError, match="predicts score on the path VP"):
+        with pytest.raises(InputError, match="predicts 'score' on the path 'VP'"):
             convert(write(tmp_path, {"ema": w, "args": bad}), Wanted(num_heads=HEADS))
 
     def test_which_of_the_two(self, tmp_path):
@@ -193,7 +193,7 @@ class TestFit:
     def test_equal_at_one_point(self, tmp_path, x, text):
         w = class_dit()
         made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
-        at = torch.linspace(0, 1, 500)[250]  # of the times it is fitted at, the nearest to 500 / 999
+        at = torch.tensor(500 / 999)
         theirs = run_class_dit(w, x, (999 * at).expand(3), CLASSES)[:, :4]
         torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
         made = convert(write(tmp_path, w, "SiT.pt"), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
@@ -442,13 +442,13 @@ class TestBooks:
         for a, b in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
         next((tmp_path / "transformer").glob("*-00002-of-*.safetensors")).unlink()
-        with pytest.raises(InputError, match="is missing, though the index"):
+        with pytest.raises(InputError, match="is missing: download it again"):
             convert(tmp_path)
 
     def test_what_is_told(self, tmp_path):
         lines = "\n".join(describe(convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS)), "out"))
         for part in ("facebookresearch DiT", "32 wide, 3 blocks", "M parameters", "modulation: off by", "initialised",
-                     "CC-BY-NC-4.0: for non-commercial use only", "class 10, that of no class"):  # fmt: skip
+                     "CC-BY-NC-4.0: for non-commercial use only", "class 10, which is taken for that"):  # fmt: skip
             assert part in lines
 
 

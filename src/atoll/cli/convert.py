@@ -54,7 +54,7 @@ def convert(
         calibrate: With --as-is and --data, how many held-out pictures show how far it can be trusted; 0 for none.
         seed: Of weights that the checkpoint does not have.
     """
-    from atoll.errors import InputError
+    from atoll.errors import InputError, printable
     from atoll.models.convert import Wanted
 
     wanted = Wanted(label, as_is, text_dim, size, heads, kind, fit, objective, license, seed)
@@ -71,14 +71,14 @@ def convert(
 
         if wanted != Wanted():
             raise InputError("--to diffusers takes an expert as it is: leave out everything but --out")
-        print(*export(checkpoint, out), sep="\n")
+        print(*map(printable, export(checkpoint, out)), sep="\n")
         return
     if to == "model":
         from atoll.sampling.paris import assemble_paris
 
-        print(*assemble_paris(checkpoint, out, wanted), sep="\n")
+        print(*map(printable, assemble_paris(checkpoint, out, wanted)), sep="\n")
         return
-    print(*_make_expert(checkpoint, out, wanted, data, cluster, calibrate), sep="\n")
+    print(*map(printable, _make_expert(checkpoint, out, wanted, data, cluster, calibrate)), sep="\n")
 
 
 def _make_expert(

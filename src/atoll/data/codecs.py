@@ -27,11 +27,13 @@ from atoll.data.pretrained import (
     stored_dtype,
     two_numbers,
 )
-from atoll.errors import InputError, shown, unknown
+from atoll.errors import InputError, printable, shown, unknown
 from atoll.files import read_json
+from atoll.models.convert.reading import read_weights
 from atoll.models.store import Stored
 
 FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
+TAESD = ("taesd", "taesdxl", "taesd3", "taef1")  # whose authors publish encoder and decoder as two files
 MAX_COMPONENTS, EXPLAINED = 48, 0.99
 MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no picture needs them
 MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
@@ -68,6 +70,10 @@ def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = 
         return PatchPCA.fit(sample, patch_size, num_components)
     if spec == "pixels":
         return Pixels(PixelsConfig()).eval()
+    if spec and Path(spec).is_dir():
+        raise InputError(f"{spec} is a folder: write vae:{spec} if it holds a VAE, saved:{spec} if it is a data set")
+    if Path(spec).is_file():
+        raise _is_file(spec)
     raise unknown("codec", spec, ("pixels", "pca", "pca:PATCHxNUMBERS", "vae:HUB_ID_OR_FOLDER", "saved:DATA"))
 
 
@@ -79,7 +85,7 @@ def needs_sample(spec: str) -> bool:
 def load_codec(folder: str | Path) -> Codec:
     """The codec that `save` wrote to `folder`/vae, or the VAE of a published ensemble."""
     path = Path(folder) / FOLDER
-    about = read_json(path / "config.json", SAVED)
+    about = read_json(path / "config.json", SAVED, Path(folder))
     if "_class_name" in about:
         return VAE.open(str(path), stored_dtype(path))
     classes: dict[str, type[Pixels | PatchPCA]] = {"Pixels": Pixels, "PatchPCA": PatchPCA}
@@ -275,11 +281,17 @@ class VAE(nn.Module):
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype) -> Self:
-        """From a hub id or a folder that holds the VAE, or whose `vae` folder does."""
+        """From a hub id or a folder that holds the VAE, or whose `vae` folder does, or the two files of a TAESD."""
+        if Path(where).is_file():
+            raise _is_file(where)
+        described = any((Path(where) / part / "config.json").exists() for part in (FOLDER, ""))
+        if not described and (pair := _find_taesd(Path(where))):
+            return cls(_open_taesd(*pair, dtype), f"vae:{where}")
         place = locate(where, (FOLDER, ""))
         name = place.config.get("_class_name")
         if name not in cls.CLASSES:
-            raise InputError(f"{where} holds a {name!r}, not a VAE: give an {' or an '.join(cls.CLASSES)}")
+            raise InputError(f"{where} holds a {shown(name)}, not a VAE: give an {' or an '.join(cls.CLASSES)}")
+        _check_vae(place.config, where)
         return cls(load_model(getattr(require("diffusers", "hf"), name), place, dtype), f"vae:{where}")
 
     @property
@@ -339,6 +351,73 @@ class VAE(nn.Module):
         settings = {name: config[name] for name in names if name in config}
         transform = {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
         return fingerprint(self.vae.state_dict(), {"codec": self.kind, **settings, **transform})
+
+
+def _is_file(where: str) -> InputError:
+    return InputError(
+        f"{where} is a file, not a codec: give vae:FOLDER with config.json and weights as diffusers saves a VAE, "
+        f"or with {TAESD[0]}_encoder.safetensors and {TAESD[0]}_decoder.safetensors"
+    )
+
+
+def _check_vae(config: Mapping[str, Any], where: str) -> None:
+    """Refuses what weights do not show and a VAE of colour pictures in halves of halves cannot have."""
+    channels = config.get("latent_channels", 4)
+    for key, known in (("in_channels", 3), ("out_channels", 3), ("upsampling_scaling_factor", 2)):
+        if config.get(key, known) != known:
+            raise InputError(f"{key} in the config of {where} is {shown(config[key])}, not {known}: give another VAE")
+    for key in ("scaling_factor", "shift_factor", "latents_mean", "latents_std"):
+        value = config.get(key)
+        if value is None:
+            continue
+        numbers = value if isinstance(value, list) and len(value) == channels else [value]
+        nonzero = key in ("scaling_factor", "latents_std")
+        if not all(
+            type(number) in (int, float) and (1e-6 if nonzero else 0) <= abs(number) <= 1e6 for number in numbers
+        ):
+            raise InputError(
+                f"{key} in the config of {where} is {shown(value)}, not a number for all or for each of its channels: "
+                "copy it again"
+            )
+
+
+def _find_taesd(folder: Path) -> tuple[Path, Path] | None:
+    """Returns the encoder and the decoder that a folder holds as their authors publish them."""
+    pairs = [
+        (encoder, decoder)
+        for name in TAESD
+        for suffix in (".safetensors", ".pth")
+        if (encoder := folder / f"{name}_encoder{suffix}").exists()
+        and (decoder := folder / f"{name}_decoder{suffix}").exists()
+    ]
+    if len(pairs) > 1:
+        names = ", ".join(encoder.name for encoder, _ in pairs)
+        raise InputError(f"{folder} holds several tiny VAEs ({names}): put the two files of one into a folder")
+    return pairs[0] if pairs else None
+
+
+def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
+    """diffusers' AutoencoderTiny of the authors' own two files.
+
+    Both number their layers. Their decoder's first clamps its input, which diffusers does without a layer. Theirs see
+    pictures in [0, 1]; diffusers' classes scale to and from [-1, 1].
+    """
+    weights = {f"encoder.layers.{name}": value for name, value in read_weights(encoder).items()}
+    for name, value in read_weights(decoder).items():
+        number, _, rest = name.partition(".")
+        place = int(number) - 1 if number.isdecimal() and len(number) < 4 else number
+        weights[f"decoder.layers.{place}.{rest}"] = value
+    first = weights.get("decoder.layers.0.weight", torch.empty(0))
+    channels = first.shape[1] if first.dim() == 4 else 0
+    try:
+        model: nn.Module = require("diffusers", "hf").AutoencoderTiny(latent_channels=min(max(channels, 1), 64))
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = printable(" ".join(str(error).split()), 160)
+        raise InputError(
+            f"{encoder} and {decoder.name} are not the two halves of a TAESD ({reason}): give those of its authors"
+        ) from error
+    return model.to(dtype).eval().requires_grad_(False)
 
 
 def check_images(images: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from atoll.data.pretrained import (
     save_model,
     stored_dtype,
 )
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, printable, shown, unknown
 from atoll.files import read_json
 from atoll.models.convert.reading import read_weights
 from atoll.models.store import Stored
@@ -83,7 +83,7 @@ def make_features(spec: str, *, dtype: torch.dtype = torch.float32) -> Features:
 def load_features(folder: str | Path) -> Features:
     """The features that `save` wrote to `folder`/features."""
     path = Path(folder) / FOLDER
-    about = read_json(path / "config.json", SAVED)
+    about = read_json(path / "config.json", SAVED, Path(folder))
     if "model_type" in about:
         kind: type[Dino | CLIPImage] = Dino if about["model_type"] == "dinov2" else CLIPImage
         return kind.open(str(path), stored_dtype(path))
@@ -103,6 +103,12 @@ class SimpleConfig:
     grid: int = 4  # cells a side for colour
     coarse: int = 3  # cells a side for the directions of edges
     num_directions: int = 8
+
+    def __post_init__(self) -> None:
+        for name, most in (("size", 512), ("grid", 64), ("coarse", 64), ("num_directions", 64)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise InputError(f"{name} of the simple features must be from 1 to {most}, but is {shown(value)}")
 
 
 class Simple(Stored):
@@ -176,7 +182,9 @@ class EfficientNetConfig:
 
     def __post_init__(self) -> None:
         if self.size % 32 or not 32 <= self.size <= 512:
-            raise InputError(f"the size of efficientnet must be a multiple of 32 from 32 to 512, but is {self.size}")
+            raise InputError(
+                f"the size of efficientnet must be a multiple of 32 from 32 to 512, but is {shown(self.size)}"
+            )
 
     @property
     def spec(self) -> str:
@@ -269,10 +277,10 @@ class Transformer(nn.Module):
     @cached_property
     def fingerprint(self) -> str:
         settings = {name: getattr(self.model.config, name) for name in self.settings}
-        return fingerprint(self.model.state_dict(), {"features": self.kind, **self.shown, **settings})
+        return fingerprint(self.model.state_dict(), {"features": self.kind, **self.seen, **settings})
 
     @property
-    def shown(self) -> dict[str, int]:
+    def seen(self) -> dict[str, int]:
         """What its features depend on that its config does not say."""
         return {}
 
@@ -301,7 +309,7 @@ class Dino(Transformer):
         place = locate(where, ("", FOLDER))
         kind = place.config.get("model_type")
         if kind != "dinov2":
-            raise InputError(f"{where} holds a {kind!r}, not DINOv2: give a dinov2 model")
+            raise InputError(f"{where} holds a {shown(kind)}, not DINOv2: give a dinov2 model")
         model = load_model(require("transformers", "hf").Dinov2Model, place, dtype, spare=r"classifier\.")
         return cls(model, f"dino:{where}")
 
@@ -312,7 +320,7 @@ class Dino(Transformer):
         return one_by_one(lambda x: self.model(pixel_values=x).pooler_output, normal).float()
 
     @property
-    def shown(self) -> dict[str, int]:
+    def seen(self) -> dict[str, int]:
         return {"size": self.size}
 
 
@@ -334,7 +342,7 @@ class CLIPImage(Transformer):
         place = locate(where, ("", FOLDER))
         kind = place.config.get("model_type")
         if kind not in ("clip", "clip_vision_model"):
-            raise InputError(f"{where} holds a {kind!r}, not CLIP: give a clip or clip_vision_model")
+            raise InputError(f"{where} holds a {shown(kind)}, not CLIP: give a clip or clip_vision_model")
         spare = r"text_model|text_projection|logit_scale|.*position_ids$"
         model = load_model(require("transformers", "hf").CLIPVisionModelWithProjection, place, dtype, spare)
         return cls(model, f"clip:{where}")
@@ -357,6 +365,10 @@ class InceptionConfig:
     """The size at which it was trained."""
 
     size: int = 299
+
+    def __post_init__(self) -> None:
+        if not 75 <= self.size <= 1024:  # below, nothing is left of a picture after its last pool
+            raise InputError(f"the size of inception must be from 75 to 1024, but is {shown(self.size)}")
 
 
 class Inception(Stored):
@@ -383,7 +395,7 @@ class Inception(Stored):
         try:
             model.net.load_state_dict(read_weights(path))
         except RuntimeError as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = printable(" ".join(str(error).split()), 160)
             raise InputError(
                 f"{path} does not hold the weights of the FID Inception ({reason}): give "
                 "pt_inception-2015-12-05-6726825d.pth"

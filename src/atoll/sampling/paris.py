@@ -10,7 +10,7 @@ from tqdm import tqdm
 from atoll.data.codecs import load_codec
 from atoll.data.text import load_text_encoder
 from atoll.errors import InputError
-from atoll.files import reason_of
+from atoll.files import real_path, reason_of
 from atoll.models.convert import convert, save
 from atoll.models.convert.common import Wanted
 from atoll.sampling.assemble import ROUTER, assemble, check_free
@@ -26,6 +26,11 @@ def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted(
         if not experts or not (folder / name).is_dir():
             lacks = name if experts else "expert_0"
             raise InputError(f"{folder} has no {lacks}: give a folder with all of Paris, or a part of it --to expert")
+    for path in (*experts, folder / ROUTER):
+        try:
+            real_path(path, folder)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason_of(error)}): copy the parts into the folder") from error
     check_free(out)
     notes: dict[str, list[str]] = {}  # and of which parts
     codec, texts = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.diffusion.transfer import Calibration
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, printable, unknown
 from atoll.files import reason_of, write_json
 from atoll.models.convert import dit, paris, pixart
 from atoll.models.convert.common import Converted, Wanted, check_free
@@ -43,7 +43,8 @@ def _class_conditional(source: Source, wanted: Wanted) -> Converted:
     if kind is None and "path_type" in source.args:
         kind = "sit"
     if kind is None:
-        model, words = str(source.args.get("model", "")).lower(), re.split("[^a-z]+", source.path.name.lower())
+        told, words = source.args.get("model"), re.split("[^a-z]+", source.path.name.lower())
+        model = told.lower() if isinstance(told, str) else ""
         found = {known for known in KINDS if known in words or model.startswith(known)}
         if len(found) != 1:
             raise InputError(
@@ -78,7 +79,7 @@ def recognise(source: Source) -> Format:
             return found
     if source.config.get("model") in (DiT.__name__, "Router"):
         raise InputError(f"{source.path} is one of Atoll's already: use it as it is, or give an expert --to diffusers")
-    some = ", ".join(sorted(source.weights)[:3])
+    some = printable(", ".join(key[:100] for key in sorted(source.weights)[:3]), 300)
     raise InputError(
         f"{source.path} is none of the known checkpoints (its keys begin with {some}): "
         f"known are {', '.join(known.name for known in FORMATS)}"
@@ -99,9 +100,10 @@ def convert(path: str | Path, wanted: Wanted = Wanted()) -> Converted:  # noqa: 
         json.dumps(converted.report, allow_nan=False)
     except InputError:
         raise
-    except (RuntimeError, ValueError, IndexError) as error:  # shapes that no published file has
+    except (RuntimeError, ValueError, IndexError, OverflowError, MemoryError) as error:  # no published file's shapes
         raise InputError(
-            f"{path} cannot be converted ({reason_of(error)}): its weights do not fit together, give another copy"
+            f"{path} cannot be converted ({printable(reason_of(error), 300)}): its weights do not fit together, "
+            "give another copy"
         ) from error
     return converted if wanted.license is None else replace(converted, license=wanted.license)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from atoll.diffusion.objective import Objective, get_objective
-from atoll.errors import InputError
+from atoll.errors import InputError, shown
 from atoll.models.convert.mapping import Ledger
 from atoll.models.convert.reading import Source
-from atoll.models.dit import DiT
+from atoll.models.dit import DiT, TrunkConfig, sincos_positions
 from atoll.models.router import Router
 
 KNOWN_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published sizes S, B, L and XL
 TEXT_DIM = 768  # of CLIP ViT-L/14, which the paper uses
+MAX_POSITIONS = 2**27  # numbers in the table of positions, 0.5 GB: of PixArt-alpha at 1024 pixels it has 4.7 million
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Sizes:
         said = source.config.get(heads_key)
         if wanted.num_heads is not None and said is not None and wanted.num_heads != said:
             raise InputError(
-                f"--heads is {wanted.num_heads}, but the config of {source.path} says {said}: leave it out"
+                f"--heads is {wanted.num_heads}, but the config of {source.path} says {shown(said)}: leave it out"
             )
         heads = wanted.num_heads or said or KNOWN_HEADS.get(width)
         if wanted.num_heads is not None and width % wanted.num_heads:
@@ -166,9 +168,14 @@ class Sizes:
         input_size = wanted.input_size or size
         if input_size % side:
             raise InputError(f"latents {input_size} a side cannot be cut into patches of {side}: give another --size")
-        return cls(
-            channels, rows // side**2, side, width, depth, ratio, heads, input_size, size
-        )  # fmt: skip
+        found = cls(channels, rows // side**2, side, width, depth, ratio, heads, input_size, size)
+        TrunkConfig(**found.trunk(), text_dim=None)  # its limits, before anything of these sizes is made
+        if max(found.side, size // side) ** 2 * width > MAX_POSITIONS:
+            raise InputError(
+                f"latents {shown(max(input_size, size))} a side have too many places for {source.path}, {width} wide: "
+                "give another --size"
+            )
+        return found
 
     @property
     def side(self) -> int:
@@ -190,6 +197,31 @@ class Sizes:
             return grid[:, : self.in_channels].reshape(-1, *rows.shape[1:])
 
         return first_channels
+
+
+def spacing_of(positions: Tensor) -> float | None:
+    """Returns how far apart the places are whose sines and cosines positions[N, d] are; None if they are no such.
+
+    The angle between neighbours is the spacing times a frequency. That of a slow wave tells it roughly and without
+    doubt; that of the fastest wave, and then of the places farthest apart, tell it exactly, up to whole turns.
+    """
+    num, width = positions.shape
+    side, quarter = math.isqrt(num), width // 4
+    if side**2 != num or width % 4 or not width:
+        return None
+    waves = positions[:side, : 2 * quarter].double()  # those of the columns, along the first row
+    turned = torch.complex(waves[:, quarter:], waves[:, :quarter])
+    step = 0.0 if side > 1 else 1.0
+    slow = min(quarter // 4, quarter - 1)  # a tenth as fast as the fastest
+    for far, wave in ((1, slow), (1, 0), (side - 1, 0)) if side > 1 else ():
+        pace = far / 10_000 ** (wave / quarter)
+        angle = float(torch.angle((turned[far:, wave] * turned[:-far, wave].conj()).mean()))
+        step = (angle + 2 * math.pi * round((step * pace - angle) / (2 * math.pi))) / pace
+    whole = float(Fraction(step).limit_denominator(64))
+    step = whole if abs(whole - step) < 1e-3 / side else step
+    # Weights in half precision are off by so much.
+    same = step > 0 and torch.allclose(positions.float(), sincos_positions(width, side, step), rtol=0, atol=0.01)
+    return step if same else None
 
 
 def check_free(out: Path, ours: Collection[str], mark: str) -> None:

@@ -1,6 +1,6 @@
 """An expert as diffusers' PixArtTransformer2DModel: a folder that its from_pretrained loads, with the same outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.errors import InputError
+from atoll.errors import InputError, printable
 from atoll.files import read_json, write_json, write_whole
-from atoll.models.convert.common import check_free
+from atoll.models.convert.common import check_free, spacing_of
 from atoll.models.dit import DiT, sincos_positions
 from atoll.models.store import CONFIG
 
@@ -49,17 +49,19 @@ def export(expert: str | Path, out: str | Path) -> list[str]:
     }
     write_json(folder / ABOUT, about)
     write_json(folder / CONFIG, _config(network, spacing))
-    objective = card.get("objective") or {}
+    told = card.get("objective")
+    objective: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
     what = f"{objective.get('prediction', 'unknown')} on the schedule {objective.get('schedule', 'unknown')}"
+    time = f"timestep {network.config.time_scale:g} t"
     return [
-        f"{out}: PixArtTransformer2DModel, predicts {what}, for timestep {network.config.time_scale:g} t (see {ABOUT})",
-        f"licence: {card.get('license', 'unknown')}",
+        f"{out}: PixArtTransformer2DModel, predicts {printable(what, 100)}, for {time} (see {ABOUT})",
+        f"licence: {printable(str(card.get('license', 'unknown')), 300)}",
         f'next: PixArtTransformer2DModel.from_pretrained("{out}") in Python',
     ]
 
 
 def check_expressible(network: DiT, name: str) -> float:
-    """How far apart its places are; refuses what PixArtTransformer2DModel cannot express."""
+    """Returns one over how far apart its places are; refuses what PixArtTransformer2DModel cannot express."""
     config = network.config
     faults = {
         "per-block modulation": config.adaln == "block",
@@ -74,9 +76,10 @@ def check_expressible(network: DiT, name: str) -> float:
                 f"{name} has {fault}, which diffusers' PixArtTransformer2DModel does not: it stays as it is"
             )
     side = config.input_size // config.patch_size
-    for scale in (1, 2, 4):
-        if torch.allclose(network.positions.float(), sincos_positions(config.hidden_size, side, 1 / scale), atol=1e-5):
-            return scale
+    positions = network.positions.detach().float()
+    step = spacing_of(positions)
+    if step is not None and torch.allclose(positions, sincos_positions(config.hidden_size, side, step), atol=1e-5):
+        return 1 / step
     raise InputError(f"{name} has learned its positions, and PixArtTransformer2DModel's are fixed: use it in Atoll")
 
 

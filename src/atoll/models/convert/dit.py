@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
-from atoll.errors import InputError
+from atoll.errors import InputError, shown
 from atoll.models.convert.common import TEXT_DIM, Converted, Sizes, Start, Wanted, build_network, objective_of
 from atoll.models.convert.mapping import Ledger, Rule, flat, linear
 from atoll.models.convert.modulation import NUM_TIMES, Layer, Single, TimeMLP, fit_linear, fit_single
@@ -23,6 +23,7 @@ from atoll.models.dit import NUM_FREQUENCIES, DiT, DiTConfig, frequencies, sinco
 
 DIT_LICENSE, SIT_LICENSE = "CC-BY-NC-4.0", "mit"
 DIT_OBJECTIVE = Objective(Prediction.EPS, "ddpm")
+IMAGENET_CLASSES = 1000
 SIT_SCHEDULES = {"Linear": "linear", "GVP": "cosine"}
 SIT_PREDICTIONS = {"velocity": Prediction.VELOCITY, "noise": Prediction.EPS}
 
@@ -93,10 +94,10 @@ def convert_sit(source: Source, wanted: Wanted) -> Converted:
 def _sit_objective(args: Mapping[str, Any], source: Source) -> Objective:
     """As its training command says; the published checkpoint's where nothing is said."""
     path, prediction = args.get("path_type", "Linear"), args.get("prediction", "velocity")
-    if path not in SIT_SCHEDULES or prediction not in SIT_PREDICTIONS:
+    if path not in tuple(SIT_SCHEDULES) or prediction not in tuple(SIT_PREDICTIONS):  # they may be of any type
         raise InputError(
-            f"{source.path} is a SiT that predicts {prediction} on the path {path}: only velocity and noise on the "
-            "paths Linear and GVP can be converted"
+            f"{source.path} is a SiT that predicts {shown(prediction)} on the path {shown(path)}: only velocity "
+            "and noise on the paths Linear and GVP can be converted"
         )
     return Objective(SIT_PREDICTIONS[prediction], SIT_SCHEDULES[path])
 
@@ -139,7 +140,7 @@ class _Conversion:
             self.notes.append(f"{sizes.out_channels} output channels became {sizes.in_channels}: no learned sigma")
         eps = self.source.config.get("norm_eps", 1e-6)
         if eps != 1e-6:
-            self.notes.append(f"norm_eps is {eps} in the MLPs of the source, and 1e-6 here")
+            self.notes.append(f"norm_eps is {shown(eps)} in the MLPs of the source, and 1e-6 here")
         return Converted(
             network, self.source, what, license, ledger, objective, tuple(self.notes), residual, self.label
         )
@@ -147,16 +148,32 @@ class _Conversion:
     # --- what is copied -------------------------------------------------------------------------------------------
 
     def _label(self) -> int:
-        """The class it is made for: by default none, the embedding for guidance, which is the last."""
+        """The class it is made for: by default none, whose embedding is for guidance, and the last, if there is one."""
         key = self.layout.labels.replace("{i}", "0")
         table = self.ledger.take(key)
         num = len(table) if table.dim() else 0
         label = num - 1 if self.wanted.label is None else self.wanted.label
         if not 0 <= label < num:
             raise InputError(f"--label must be a class from 0 to {num - 1} of {self.source.path}, but is {label}")
-        none = ", that of no class" if self.wanted.label is None else ""
-        self.notes.append(f"the embedding of class {label}{none} is part of the time's from now on")
+        which = f"class {label}"
+        if self.wanted.label is None:
+            classes = self._num_classes(num)
+            if classes == num:
+                raise InputError(
+                    f"{self.source.path} was trained on {num} classes and has no embedding of no class: "
+                    f"give --label, a class from 0 to {num - 1}"
+                )
+            sure = "that of no class" if classes is not None else "which is taken for that of no class, being the last"
+            which = f"{which}, {sure},"
+        self.notes.append(f"the embedding of {which} is part of the time's from now on")
         return label
+
+    def _num_classes(self, num: int) -> int | None:
+        """Returns how many classes there are, where the file, its config or ImageNet's number tells."""
+        for said in (self.source.args.get("num_classes"), self.source.config.get("num_embeds_ada_norm")):
+            if type(said) is int and said in (num, num - 1):
+                return said
+        return IMAGENET_CLASSES if num in (IMAGENET_CLASSES, IMAGENET_CLASSES + 1) else None
 
     def _take_out(self) -> None:
         keep = self.sizes.keep_channels

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.errors import InputError
+from atoll.errors import InputError, printable
 
 
 class Rule(NamedTuple):
@@ -81,7 +81,9 @@ class Ledger:
         left = sorted(set(self.source) - used - set(self.dropped))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise InputError(f"{self.name} has {left[0]}{more}, which this architecture does not know: it is another")
+            raise InputError(
+                f"{self.name} has {printable(left[0], 100)}{more}, which this architecture does not know: it is another"
+            )
         assert self.filled.keys() == expected.keys(), sorted(self.filled.keys() ^ expected.keys())
         for target, value in self.filled.items():
             if value.shape != expected[target].shape:

@@ -91,6 +91,8 @@ def fit_single(
         raise unknown("fit", how, FITS)
     t = torch.linspace(0, 1, NUM_TIMES, dtype=torch.float64)
     point = int(torch.argmin((t - PIXART_TIME).abs()))
+    if how == "point":
+        t[point] = PIXART_TIME  # the step 500 itself, not the nearest of these times
     depth, width = len(times), len(times[0].second.bias)
     told = torch.stack([maps(b)(F.silu(times[b](t))) for b in range(depth)]).unflatten(
         2, (6, width)

@@ -4,7 +4,7 @@ its layer norms are taken to have our epsilon, and the router's head to be linea
 import torch
 
 from atoll.diffusion.objective import Objective, get_objective
-from atoll.errors import InputError
+from atoll.errors import InputError, shown
 from atoll.models.convert.common import Converted, Sizes, Wanted, build_network
 from atoll.models.convert.mapping import Ledger, Rule, flat, linear
 from atoll.models.convert.reading import Source
@@ -110,10 +110,11 @@ def _objective(source: Source, wanted: Wanted) -> tuple[Objective, str]:
     for key in ("objective", "training_objective", "prediction_type", "objective_type"):
         if source.config.get(key) is None:
             continue
-        said = str(source.config[key]).lower().replace("-", "_")
+        told = source.config[key]
+        said = told.lower().replace("-", "_") if isinstance(told, str) else ""
         if said not in OBJECTIVES:
             raise InputError(
-                f"{key} in the config of {source.path} is {said!r:.60}, which is not known: give --objective"
+                f"{key} in the config of {source.path} is {shown(told)}, which is not known: give --objective"
             )
         return get_objective(OBJECTIVES[said]), f"objective {OBJECTIVES[said]}, as {key} in its config says"
     return get_objective("fm"), "its config names no objective: taken as flow matching, else give --objective ddpm"

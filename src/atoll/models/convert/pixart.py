@@ -8,14 +8,15 @@ from torch.nn import functional as F
 
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
-from atoll.errors import InputError
-from atoll.models.convert.common import Converted, Sizes, Start, Wanted, build_network, objective_of
+from atoll.errors import InputError, shown
+from atoll.models.convert.common import Converted, Sizes, Start, Wanted, build_network, objective_of, spacing_of
 from atoll.models.convert.mapping import Ledger, Rule, flat, linear
 from atoll.models.convert.reading import Source
 from atoll.models.dit import DiT, DiTConfig, frequencies, sincos_positions
 
 LICENSE = "openrail++ (CreativeML Open RAIL++-M)"
 PIXELS = 8  # of the autoencoder, a side of a latent's place
+TRAINED_SIDE = 32  # units: 32 x 32 places for 512 pixels, and 64 x 64 that are half a unit apart for 1024
 OBJECTIVE = Objective(Prediction.EPS, "ddpm")
 
 
@@ -158,14 +159,30 @@ def _take_positions(ledger: Ledger, source: Source, sizes: Sizes, notes: list[st
         return
     if found is not None:
         ledger.drop("pos_embed", f"it is of latents {sizes.source_size} a side, not {sizes.input_size}")
-    step = 1.0
-    if source.config:  # as diffusers has it
-        scale = source.config.get("interpolation_scale") or max(sizes.source_size // 64, 1)
-        if type(scale) not in (int, float) or not scale > 0:
-            raise InputError(
-                f"interpolation_scale in the config of {source.path} is {scale!r:.60}, not a number above 0"
-            )
-        step = sizes.source_size / sizes.input_size / scale
+    step = _spacing(source, sizes, found)
     ledger.start(
         "positions", sincos_positions(sizes.hidden_size, sizes.side, step), f"sines and cosines, {step:g} apart"
     )
+
+
+def _spacing(source: Source, sizes: Sizes, found: Tensor | None) -> float:
+    """Returns how far apart places are: those of training, drawn out or pressed together to the size asked for."""
+    drawn_out = sizes.source_size / sizes.input_size
+    if source.config:  # as diffusers has it
+        scale = source.config.get("interpolation_scale") or max(sizes.source_size // 64, 1)
+        if type(scale) not in (int, float) or not 1e-3 <= scale <= 1e3:
+            raise InputError(
+                f"interpolation_scale in the config of {source.path} is {shown(scale)}, not a number from 0.001 to 1000"
+            )
+        return drawn_out / scale
+    if found is None:
+        # The models for many sizes, which see the size, were trained on 32 units a side; the others on whole units.
+        many = f"{ORIGINAL.sizes[0]}.{ORIGINAL.layers[0]}.weight" in source.weights
+        return TRAINED_SIDE / sizes.side if many else 1.0
+    step = spacing_of(found)
+    if step is None:
+        raise InputError(
+            f"pos_embed in {source.path} is not the sines and cosines of a grid, so it cannot be computed for another "
+            f"size: leave out --size, or give {sizes.source_size}"
+        )
+    return drawn_out * step
