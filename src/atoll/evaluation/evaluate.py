@@ -8,7 +8,7 @@ Whatever is there is not made again, so the same command goes on after any end. 
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +24,13 @@ from atoll.data.shards import Dataset
 from atoll.data.sheets import save_picture
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
-from atoll.errors import InputError
+from atoll.errors import InputError, plural
 from atoll.evaluation.comparison import draw_metrics, draw_samples, write_table
 from atoll.evaluation.diversity import find_weights
 from atoll.evaluation.frechet import least_for_infinity
 from atoll.evaluation.judge import bytes_of, counting
 from atoll.evaluation.labels import why_unreadable
+from atoll.evaluation.sanity import crowded, doubts_about
 from atoll.evaluation.store import Store, hash_of
 from atoll.evaluation.yardstick import (
     METRICS,
@@ -47,7 +48,7 @@ from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
 from atoll.sampling.native import SAMPLERS, generate_native
-from atoll.sampling.pipeline import MOST_STEPS, AtollPipeline
+from atoll.sampling.pipeline import MOST_STEPS, AtollPipeline, check_guidance
 from atoll.sampling.routing import get_routing
 from atoll.training.rows import Rows, refuse_inside
 
@@ -71,6 +72,8 @@ class Sampling:
         for name, value, most in (("steps", self.steps, MOST_STEPS), ("batch", self.batch, MOST_PICTURES)):
             if not 1 <= value <= most:
                 raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value}")
+        if self.guidance is not None:
+            check_guidance(self.guidance)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Asked:
         (found, *others) = self.pipe.index.experts
         if others or found is None:
             raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
+        self.pipe.index.check_files(self.pipe.folder, found["folder"])
         expert = Expert.load(self.pipe.folder / found["folder"])
         expert.network.to(self.pipe.device)
         return expert
@@ -150,7 +154,7 @@ def evaluate(
         for contender in contenders:
             evaluation.check(contender)  # before hours of work on others
         judged = [*evaluation.real(), *(evaluation.judge(contender) for contender in contenders)]
-        results = {**evaluation.describe(), "models": judged}
+        results = {**evaluation.describe(), **evaluation.doubt(judged), "models": judged}
         write_json(out / "results.json", results)
         write_table(results, out / "results.md")
         save_picture(draw_metrics(results), out / "metrics.png")
@@ -255,7 +259,7 @@ class Evaluation:
         num, captions = self.settings.num, len(self.prompts)
         if captions < num:
             self.notes.append(
-                f"There are {captions} captions for {num} pictures: each is used about {num / captions:.1f} times, "
+                f"{plural(captions, 'caption')} for {num} pictures: each is used about {num / captions:.1f} times, "
                 "with other noise."
             )
         if "frechet" not in self.metrics:
@@ -301,10 +305,19 @@ class Evaluation:
             return []
         if num < self.settings.num:
             self.notes.append(
-                f"There are only {num} real pictures outside of the reference: their distances are larger than those "
-                f"of {self.settings.num} would be."
+                f"Only {plural(num, 'real picture')} outside of the reference: their distances are larger than "
+                f"those of {self.settings.num} would be."
             )
         return [{"name": REAL, "num": num, "seeds": 1, "figures": self.yardstick.combine([figures])}]
+
+    def doubt(self, judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What results.json says of whether the figures can be trusted; what speaks against it is a warning too."""
+        checks = self.yardstick.check()
+        told = [*doubts_about(checks), *crowded(judged)]
+        for text in told:
+            warnings.warn(text.rstrip("."), stacklevel=3)
+        found = {f"{check.metric}/{check.network}": check.describe() for check in checks}
+        return {"sanity": found, "notes": [*told, *self.notes]}
 
     def real_pictures(self) -> Pictures:
         """Those that the first prompts belong to."""
@@ -399,8 +412,8 @@ class Evaluation:
         found = self.rows.data.clusters()[self._prompt_rows]
         if pipe.num_experts <= (last := int(found.max())):
             raise InputError(
-                f"{contender.name} has {pipe.num_experts} experts, but the data has a cluster {last}: give the data "
-                "that the model was trained on, or another --routing"
+                f"{contender.name} has {plural(pipe.num_experts, 'expert')}, but the data has a cluster {last}: give "
+                "the data that the model was trained on, or another --routing"
             )
         return found
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,9 +23,11 @@ from atoll.data.codecs import load_codec
 from atoll.data.features import make_features
 from atoll.data.shards import TRAIN, Dataset
 from atoll.data.sheets import pictures_of
+from atoll.errors import InputError, shown
 from atoll.evaluation.frechet import Moments, frechet_distance
 from atoll.files import read_json, write_json, write_whole
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.tensors import read_tensors
 from atoll.training.loop import Task
 
 SIZE = 32  # of the pictures
@@ -48,10 +50,14 @@ class Kept:
         path = folder / f"{name}.json"
         if not path.exists():
             return None
-        found = read_json(path, f"remove {path}, and run the demo again")
+        again = f"remove {path}, and run the demo again"
+        found = read_json(path, again)
         if found.get("key") != key:
             return None
-        return cls(key, found["about"], load_file(folder / f"{name}.safetensors"))
+        if not isinstance(about := found.get("about"), dict):
+            raise InputError(f"{path} is damaged, its 'about' is {shown(about)}: {again}")
+        tensors = read_tensors(folder / f"{name}.safetensors", again)
+        return cls(key, about, {name: tensor.numpy() for name, tensor in tensors.items()})
 
     def write(self, folder: Path, name: str) -> None:
         """The JSON file last: it says that the other is there."""

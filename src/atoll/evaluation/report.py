@@ -127,7 +127,8 @@ def _opening(results: Mapping[str, Any], gallery: Gallery) -> str:
     ]
     figures = "\n".join(f"<div><b>{value}</b><span>{escape(what)}</span></div>" for value, what in boxes)
     kinds = [expert["objective"] for expert in results["experts"]]
-    told = _join([f"{_word(kinds.count(kind))} by {KINDS.get(kind, kind)}" for kind in dict.fromkeys(sorted(kinds))])
+    names = dict.fromkeys(sorted(kinds))
+    told = escape(_join([f"{_word(kinds.count(kind))} by {KINDS.get(kind, kind)}" for kind in names]))
     return f"""<header>
 <h1>{_word(num).capitalize()} experts that never met, one model</h1>
 <p class="lede">Each expert is a small diffusion model. It was trained in a process of its own, on its own part of the
@@ -255,8 +256,8 @@ def _table(results: Mapping[str, Any]) -> str:
         ("parameters", "parameters", lambda value: f"{value / 1e6:.2f}M"),
         ("FLOPs of training", "training_flops", _flops),
         ("core time of training", "training_seconds", _time),
-        ("FLOPs a picture", "flops_an_image", _flops),
-        ("seconds a picture, one core", "seconds_an_image", lambda value: f"{value:.3f}"),
+        ("FLOPs per image", "flops_an_image", _flops),
+        ("seconds per image, one core", "seconds_an_image", lambda value: f"{value:.3f}"),
     ]
     head = "".join(f"<th{' class=ours' if name == 'ensemble' else ''}>{MODELS[name]}</th>" for name in models)
     body = "".join(

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from atoll.errors import InputError
 from atoll.files import write_json, write_whole
+from atoll.tensors import TensorFile
 
 ROWS = "rows"
+AGAIN = "remove it, and give the same command again"
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class Store:
 
     def read(self, span: slice) -> NDArray[Any]:
         """Rows of one file, which is there."""
-        path = self.path(span)
-        try:
-            return load_file(path)[ROWS][: span.stop - span.start]
-        except (OSError, SafetensorError, KeyError) as error:
-            raise _damaged(path) from error
+        with TensorFile(self.path(span), AGAIN) as file:
+            if ROWS not in file.entries:
+                raise InputError(f"{file.path} has no {ROWS}: {AGAIN}")
+            rows: NDArray[Any] = file.read([ROWS])[ROWS].numpy()
+        return rows[: span.stop - span.start]
 
     def path(self, span: slice) -> Path:
         return self.folder / f"{span.start // self.size:05d}.safetensors"
@@ -73,17 +74,11 @@ class Store:
     @staticmethod
     def _num_in(path: Path) -> int:
         """How many rows a file has; 0 where there is none."""
-        try:
-            with safe_open(path, "numpy") as file:
-                return int(file.get_slice(ROWS).get_shape()[0])
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return 0
-        except (OSError, SafetensorError) as error:
-            raise _damaged(path) from error
-
-
-def _damaged(path: Path) -> InputError:
-    return InputError(f"{path} is damaged: remove it, and give the same command again")
+        with TensorFile(path, AGAIN) as file:
+            found = file.entries.get(ROWS)
+        return found.shape[0] if found is not None and found.shape else 0
 
 
 def hash_of(value: Any) -> str:

@@ -1,6 +1,6 @@
 """What pictures are measured by: networks, and what these see in the data, kept so that it is computed once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from atoll.evaluation.frechet import Moments, frechet_error, frechet_infinity, f
 from atoll.evaluation.judge import are_right, images_of
 from atoll.evaluation.kernel import kernel_distance
 from atoll.evaluation.labels import Reader
+from atoll.evaluation.sanity import CHECKED, LEAST, Check, quilts_of
 from atoll.evaluation.store import Store
 from atoll.sampling.pipeline import get_device
 from atoll.training.rows import Rows
@@ -158,16 +159,23 @@ class Yardstick:
         self.rows.latents(rows)  # refuses damaged ones
         return decode_rows(self.rows.data, rows, self.codec, side=2**20)
 
-    def _vectors_of_rows(self, name: str, which: str, rows: NDArray[np.int64], num: int) -> Vectors:
-        """Of the first of some rows, whose order depends on nothing but the data and `which`."""
+    def _vectors_of_rows(
+        self,
+        name: str,
+        which: str,
+        rows: NDArray[np.int64],
+        num: int,
+        change: Callable[[Pictures], Pictures] = lambda pictures: pictures,
+    ) -> Vectors:
+        """Of the first of some rows, whose order and change depend on nothing but the data and `which`."""
         codec = self.rows.data.about["codec"]["fingerprint"]
         of = {"data": self.rows.fingerprint, "codec": codec, "rows": which}
 
         def make(some: slice) -> Vectors:
-            return self._extract(name, self.pictures_of_rows(rows[some]))
+            return self._extract(name, change(self.pictures_of_rows(rows[some])))
 
         store = Store.at(self.out / "features", {"of": of, "network": self._key_of(name)}, ROWS_A_FILE)
-        return np.concatenate(list(store.rows(num, make, f"{name} looks at real pictures", self.progress)))
+        return self._joined(name, store.rows(num, make, f"{name} looks at real pictures", self.progress))
 
     def measure_real(self) -> tuple[int, Figures]:
         """How many real pictures are outside of the reference, and their figures; none where they are too few."""
@@ -184,6 +192,31 @@ class Yardstick:
         if self.distance is not None and (groups := self._alike()):
             figures |= self.measure_groups(self.pictures_of_rows(np.array(rows)) for rows in groups)
         return len(rows), figures
+
+    def check(self) -> list[Check]:
+        """The figures of as many real pictures outside of the reference and quilts; none where there are few."""
+        num = min(CHECKED, self.settings.num, len(self.others))
+        checks: list[Check] = []
+        if num < max(LEAST, self.settings.neighbours + 1):
+            return checks
+        for name in self.networks:
+            real = self._vectors_of_rows(name, f"outside of {self.num_reference}", self.others, num)
+            quilts = self._vectors_of_rows(name, f"quilts of {num}", self.shuffled, num, quilts_of)
+            pairs = zip(*(self._distances(name, vectors).items() for vectors in (real, quilts)), strict=True)
+            checks += [Check(metric, name, one, other) for (metric, one), (_, other) in pairs]
+        return checks
+
+    def _distances(self, name: str, vectors: Vectors) -> dict[str, float]:
+        """Those of a check, without errors."""
+        moments, real = self.references[name]
+        found = {}
+        if "frechet" in self.metrics:
+            found["frechet"] = frechet_to(moments, vectors)
+        if "kernel" in self.metrics:
+            found["kernel"] = kernel_distance(real, vectors).value
+        if "coverage" in self.metrics:
+            found |= asdict(measure_coverage(real[: len(vectors)], vectors, self.settings.neighbours))
+        return found
 
     def _alike(self) -> list[list[int]]:
         """Rows of the reference that share a caption, `each` of a caption."""
@@ -203,13 +236,30 @@ class Yardstick:
         parts = store.rows(
             num, lambda some: self._extract(name, pictures.read(some)), f"{name} looks at {what}", self.progress
         )
-        return np.concatenate(list(parts))
+        return self._joined(name, parts)
+
+    def _joined(self, name: str, parts: Iterator[Vectors]) -> Vectors:
+        """All vectors as one, if each file that was kept holds what this network gives."""
+        found = list(parts)
+        if any(
+            part.ndim != 2 or part.shape[1] != self.networks[name].dim or part.dtype != np.float32 for part in found
+        ):
+            raise InputError(
+                f"{self.out / 'features'} holds rows that are no {name} features: remove it, and give the same command "
+                "again"
+            )
+        return np.concatenate(found)
 
     def _key_of(self, name: str) -> dict[str, Any]:
         about = self.networks[name].describe()
         return {"fingerprint": about["fingerprint"], "dtype": about["dtype"]}
 
     def _extract(self, name: str, pictures: Pictures) -> Vectors:
+        if pictures.dtype != np.uint8 or pictures.ndim != 4 or pictures.shape[3] != 3:
+            raise InputError(
+                f"there are rows {list(pictures.shape)} of {pictures.dtype} in place of pictures: remove what is in "
+                f"{self.out / 'pictures'}, and give the same command again"
+            )
         vectors = self.networks[name].extract(images_of(pictures).to(self.device)).float().cpu().numpy()
         if not np.isfinite(vectors).all():
             raise InputError(f"{name} gives features that are not finite: its weights are damaged, copy them again")
