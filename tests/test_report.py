@@ -122,6 +122,12 @@ def test_what_users_write_is_text():
     page = render(results(False), gallery(False))
     assert "a &lt;distance&gt;" in page
     assert "<distance>" not in page
+    told = results(False)
+    evil = "<script>alert(1)</script>"
+    for expert in told["experts"]:
+        expert["objective"] = evil
+    told["commands"], told["stages"] = [evil], {evil: 1.0}
+    assert "<script" not in render(told, gallery(False))
 
 
 def test_numbers_in_words():
