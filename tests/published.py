@@ -22,14 +22,14 @@ def layer(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
-def places(width: int, side: int) -> Tensor:
-    """Sines and cosines of columns, then of rows."""
+def places(width: int, side: int, step: float = 1.0) -> Tensor:
+    """Sines and cosines of columns, then of rows, `step` apart."""
     rows = []
     for y in range(side):
         for x in range(side):
             row: list[float] = []
             for at in (x, y):
-                angles = [at / 10_000 ** (4 * i / width) for i in range(width // 4)]
+                angles = [step * at / 10_000 ** (4 * i / width) for i in range(width // 4)]
                 row += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
             rows.append(row)
     return torch.tensor(rows)[None]

@@ -1,6 +1,8 @@
 """Codecs: the real classes, the built-in PCA against scikit-learn's, fingerprints, and every way a folder is wrong."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sklearn.decomposition import PCA
+from torch import nn
 
 from atoll.data import codecs, pretrained
 from atoll.data.codecs import VAE, PatchPCA, default_patch, load_codec, make_codec, needs_sample
@@ -326,9 +329,192 @@ class TestVAE:
         save_file(old, path)
         assert make_codec(f"vae:{broken}").describe()["fingerprint"] == before
 
+    def test_a_file(self, kl):
+        """The weights alone do not say what they are of."""
+        path = kl / "diffusion_pytorch_model.safetensors"
+        self.refused(
+            path, "is a file, not a codec: give vae:FOLDER with config.json .*or with taesd_encoder.safetensors"
+        )
+        for spec, message in ((path, "is a file, not a codec"), (kl, f"is a folder: write vae:{kl} if it holds a VAE")):
+            with pytest.raises(InputError, match=message):
+                make_codec(str(spec))
+
+    def test_copies_are_as_readable_as_any_new_file(self, kl, tmp_path):
+        make_codec(f"vae:{kl}").save(tmp_path)
+        (tmp_path / "new").write_text("")
+        for path in (tmp_path / "vae").iterdir():
+            assert path.stat().st_mode == (tmp_path / "new").stat().st_mode, path
+
+    def test_weights_are_not_mapped(self, broken):
+        """Cutting the file short afterwards kills no process, and the weights stay what they were."""
+        program = (
+            "import os, sys, torch; from atoll.data.codecs import make_codec\n"
+            "codec = make_codec(f'vae:{sys.argv[1]}'); path = sys.argv[1] + '/diffusion_pytorch_model.safetensors'\n"
+            "os.truncate(path, 0); codec.encode(torch.zeros(1, 3, 32, 32)); print(codec.describe()['fingerprint'])"
+        )
+        before = make_codec(f"vae:{broken}").describe()["fingerprint"]
+        run = subprocess.run([sys.executable, "-c", program, str(broken)], capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == before
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"latent_channels": 10**9}, "more than any known model has"),
+            ({"block_out_channels": [8, 10**12, 16]}, "more than any known model has"),
+            ({"block_out_channels": [8, 16, 16_000_000]}, "asks for .* weights, and its files have|has no whole"),
+            ({"layers_per_block": 10**6}, "more than any known model has"),
+            ({"layers_per_block": 200}, "asks for .* weights, and its files have"),
+            ({"block_out_channels": [8] * 1000}, "more than any known model has"),
+            ({"norm_num_groups": 0}, "has no whole AutoencoderKL"),
+            ({"act_fn": "\x1b[2J" * 10**5}, "has no whole AutoencoderKL"),
+            ({"_class_name": "\x1b[2J" * 10**5}, "not a VAE"),
+            ({"_class_name": ["AutoencoderKL"]}, "not a VAE"),
+            ({"in_channels": 4}, "in_channels in the config of .* is 4, not 3"),
+            ({"scaling_factor": 0}, "scaling_factor in the config of .* is 0, not a number"),
+            ({"scaling_factor": "\x1b[2J"}, "scaling_factor in the config of"),
+            ({"latents_std": [1, 1, 0, 1]}, "latents_std in the config of"),
+            ({"latents_mean": [1, 2]}, "latents_mean in the config of"),
+        ],
+        ids=lambda changes: str(changes)[:30],
+    )
+    def test_configs_of_strangers(self, broken, changes, message):
+        """What does not fit the weights is refused before memory is taken for it, and nothing reaches the terminal."""
+        edit(broken / "config.json", **changes)
+        with pytest.raises(InputError, match=message) as caught:
+            make_codec(f"vae:{broken}")
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+
+    def test_files_of_strangers(self, broken, kl):
+        path = broken / "diffusion_pytorch_model.safetensors"
+        path.unlink()
+        path.symlink_to(kl / path.name)
+        self.refused(broken, "it is a link that leaves its folder")
+        path.unlink()
+        os.mkfifo(path)
+        self.refused(broken, "it is a FIFO")
+        path.unlink()
+        index = {"weight_map": {"a": f"../{kl.name}/{path.name}"}}
+        (broken / f"{path.name}.index.json").write_text(json.dumps(index))
+        self.refused(broken, "names a file outside its folder")
+
+    def test_a_folder_that_is_a_link(self, kl, tmp_path):
+        (tmp_path / "vae").symlink_to(kl)
+        with pytest.raises(InputError, match="it is a link that leaves its folder"):
+            load_codec(tmp_path)
+
+    def test_several_files(self, kl, tmp_path):
+        from diffusers import AutoencoderKL
+
+        AutoencoderKL.from_pretrained(kl).save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+        theirs, ours = make_codec(f"vae:{kl}").describe(), make_codec(f"vae:{tmp_path}").describe()
+        assert ours["fingerprint"] == theirs["fingerprint"]
+
     def test_without_diffusers(self, kl, monkeypatch):
         monkeypatch.setitem(sys.modules, "diffusers", None)
         self.refused(kl, r"this needs diffusers: pip install 'atoll\[hf\]'")
+
+
+class Block(nn.Module):
+    """Three convolutions beside the identity, as TAESD has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)]
+        self.conv = nn.Sequential(parts[0], nn.ReLU(), parts[1], nn.ReLU(), parts[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.conv(x) + x).relu()
+
+
+class Clamp(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.tanh(x / 3)
+
+
+class TestTAESD:
+    """The authors' own files: two stacks of layers, of pictures in [0, 1]."""
+
+    def halves(self, channels: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
+        torch.manual_seed(0)
+        encoder: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1), Block()]
+        decoder: list[nn.Module] = [Clamp(), nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU()]
+        for _ in range(3):
+            encoder += [nn.Conv2d(64, 64, 3, 2, 1, bias=False), Block(), Block(), Block()]
+            decoder += [Block(), Block(), Block(), nn.Upsample(scale_factor=2), nn.Conv2d(64, 64, 3, 1, 1, bias=False)]
+        encoder.append(nn.Conv2d(64, channels, 3, padding=1))
+        decoder += [Block(), nn.Conv2d(64, 3, 3, padding=1)]
+        return nn.Sequential(*encoder), nn.Sequential(*decoder)
+
+    def write(self, folder: Path, name: str = "taesd", channels: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
+        encoder, decoder = self.halves(channels)
+        save_file(encoder.state_dict(), folder / f"{name}_encoder.safetensors")
+        save_file(decoder.state_dict(), folder / f"{name}_decoder.safetensors")
+        return encoder, decoder
+
+    @pytest.mark.parametrize(("name", "channels"), [("taesd", 4), ("taesd3", 16)])
+    def test_is_what_its_authors_compute(self, tmp_path, name, channels):
+        encoder, decoder = self.write(tmp_path, name, channels)
+        codec, images = make_codec(f"vae:{tmp_path}"), pictures(2)
+        assert codec.latent_shape(32) == (channels, 4, 4)
+        latents = codec.encode(images)
+        with torch.no_grad():
+            torch.testing.assert_close(latents, encoder((images + 1) / 2), rtol=1e-4, atol=1e-5)
+            theirs = (2 * decoder(latents) - 1).clamp(-1, 1)
+        torch.testing.assert_close(codec.decode(latents), theirs, rtol=1e-4, atol=1e-5)
+
+    def test_is_diffusers_own(self, tmp_path):
+        """The default AutoencoderTiny in the authors' layout is the same codec, and is saved as diffusers has it."""
+        from diffusers import AutoencoderTiny
+
+        torch.manual_seed(0)
+        model = AutoencoderTiny()
+        model.save_pretrained(tmp_path / "diffusers")
+        (tmp_path / "original").mkdir()
+        for half, shift in (("encoder", 0), ("decoder", 1)):
+            weights = {}
+            for key, value in getattr(model, half).layers.state_dict().items():
+                number, _, rest = key.partition(".")
+                weights[f"{int(number) + shift}.{rest}"] = value
+            save_file(weights, tmp_path / "original" / f"taesd_{half}.safetensors")
+        ours, theirs = (make_codec(f"vae:{tmp_path / name}") for name in ("original", "diffusers"))
+        assert ours.describe()["fingerprint"] == theirs.describe()["fingerprint"]
+        ours.save(tmp_path / "saved")
+        assert load_codec(tmp_path / "saved").describe()["fingerprint"] == ours.describe()["fingerprint"]
+
+    def test_pickles(self, tmp_path):
+        (tmp_path / "pth").mkdir()
+        for half, part in zip(("encoder", "decoder"), self.write(tmp_path), strict=True):
+            torch.save(part.state_dict(), tmp_path / "pth" / f"taesd_{half}.pth")
+        one, other = (make_codec(f"vae:{folder}").describe()["fingerprint"] for folder in (tmp_path, tmp_path / "pth"))
+        assert one == other
+
+    def test_refused(self, tmp_path):
+        def refused(message: str) -> None:
+            with pytest.raises(InputError, match=message) as caught:
+                make_codec(f"vae:{tmp_path}")
+            assert str(caught.value).isprintable()
+            assert len(str(caught.value)) < 1000
+
+        self.write(tmp_path)
+        encoder, decoder = (tmp_path / f"taesd_{half}.safetensors" for half in ("encoder", "decoder"))
+        self.write(tmp_path, "taesdxl")
+        refused("holds several tiny VAEs .*: put the two files of one into a folder")
+        for path in tmp_path.glob("taesdxl*"):
+            path.unlink()
+        whole = load_file(decoder)
+        for changed in (
+            {},
+            {**whole, "1\x1b[2J.weight": torch.ones(1)},
+            {**whole, "1.weight": torch.ones(64, 999, 3, 3)},
+        ):
+            save_file(changed, decoder)
+            refused("are not the two halves of a TAESD")
+        shutil.copy(encoder, decoder)
+        refused("are not the two halves of a TAESD")
+        decoder.unlink()
+        refused("has no config.json")
 
 
 class TestStored:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from atoll.cli.main import main
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError
-from atoll.models.convert import REPORT, Wanted, convert, describe, save
+from atoll.models.convert import REPORT, Wanted, convert, describe, reading, save
+from atoll.models.convert.common import spacing_of
 from atoll.models.convert.diffusers_export import export
 from atoll.models.convert.modulation import Layer, TimeMLP, fit_single
-from atoll.models.dit import DiT, DiTConfig
-from published import CLASSES, DEPTH, HEADS, SIZE, WIDTH, class_dit, pixart, run_class_dit, run_pixart
+from atoll.models.dit import DiT, DiTConfig, sincos_positions
+from published import CLASSES, DEPTH, HEADS, SIZE, WIDTH, class_dit, layer, pixart, places, run_class_dit, run_pixart
+from published import draw as draw_weights
 
 TEXT = 24
 
@@ -141,6 +144,34 @@ class TestAsItIs:
             with pytest.raises(InputError, match="may be a DiT or a SiT"):
                 convert(write(tmp_path, class_dit(), name), Wanted(num_heads=HEADS))
         assert convert(write(tmp_path, class_dit(), "my_SiT_B2.pt"), Wanted(num_heads=HEADS)).format == "SiT"
+
+
+class TestClasses:
+    """Which embedding is that of no class, and whether there is one."""
+
+    def test_a_file_that_says_how_many(self, tmp_path):
+        args = argparse.Namespace(num_classes=CLASSES, model="DiT-XL/2")
+        made = convert(write(tmp_path, {"ema": class_dit(), "args": args}), Wanted(num_heads=HEADS))
+        assert f"class {CLASSES}, that of no class, is part" in made.notes[0]
+        args.num_classes = CLASSES + 1  # as many as there are rows
+        path = write(tmp_path, {"ema": class_dit(), "args": args})
+        with pytest.raises(InputError, match="has no embedding of no class: give --label, a class from 0 to 10"):
+            convert(path, Wanted(num_heads=HEADS))
+        assert "of class 10 is part" in convert(path, Wanted(num_heads=HEADS, label=10)).notes[0]
+
+    def test_imagenet(self, tmp_path):
+        made = convert(write(tmp_path, class_dit(classes=1000)), Wanted(num_heads=HEADS))
+        assert "class 1000, that of no class, is part" in made.notes[0]
+        with pytest.raises(InputError, match="was trained on 1000 classes and has no embedding of no class"):
+            convert(write(tmp_path, class_dit(classes=999)), Wanted(num_heads=HEADS))
+
+    def test_nothing_tells(self, tmp_path):
+        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS))
+        assert "class 10, which is taken for that of no class, being the last," in made.notes[0]
+
+    def test_diffusers(self, tmp_path):
+        make_dit(tied=True).save_pretrained(tmp_path)
+        assert f"class {CLASSES}, that of no class, is part" in convert(tmp_path).notes[0]
 
 
 class TestFit:
@@ -261,6 +292,36 @@ class TestPixArt:
             assert made.ledger.dropped == {"y_embedder.y_embedding": "the null text is the encoded empty string"}
             assert made.objective == Objective(Prediction.EPS, "ddpm")
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("step", [1.0, 0.5])
+    def test_original_of_another_size(self, tmp_path, text, step, dtype):
+        """Places are drawn out over larger latents from those in the file, which for 1024 pixels are 0.5 apart."""
+        w = {**pixart(text_dim=TEXT), "pos_embed": places(WIDTH, SIZE // 2, step)}
+        path = write(tmp_path, {**w, "pos_embed": w["pos_embed"].to(dtype)}, "PixArt.pth")
+        made = convert(path, Wanted(num_heads=HEADS, input_size=16))
+        x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(5))
+        w["pos_embed"] = places(WIDTH, 8, step / 2)
+        theirs = run_pixart(w, x, 999 * TIMES, text)
+        torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
+
+    def test_learned_places_have_one_size(self, tmp_path):
+        w = pixart(text_dim=TEXT)
+        w["pos_embed"] = torch.randn(1, 16, WIDTH)
+        path = write(tmp_path, w, "PixArt.pth")
+        convert(path, Wanted(num_heads=HEADS))
+        with pytest.raises(InputError, match="not the sines and cosines of a grid.*leave out --size"):
+            convert(path, Wanted(num_heads=HEADS, input_size=16))
+
+    @pytest.mark.parametrize(("sees_sizes", "step"), [(False, 1.0), (True, 8.0)])
+    def test_original_without_places(self, tmp_path, sees_sizes, step):
+        """Those for 1024 pixels, which see the picture's size, have 32 units a side whatever the size."""
+        w = pixart(text_dim=TEXT)
+        del w["pos_embed"]
+        for name, rows in (("csize_embedder", WIDTH // 4), ("ar_embedder", WIDTH // 2)) if sees_sizes else ():
+            w |= draw_weights(layer(f"{name}.mlp.0", rows, 256) | layer(f"{name}.mlp.2", rows, rows))
+        made = convert(write(tmp_path, w, "PixArt.pth"), Wanted(num_heads=HEADS, input_size=SIZE))
+        assert spacing_of(made.network.positions) == step
+
     def make(self, **changes: object) -> PixArtTransformer2DModel:
         torch.manual_seed(0)
         sizes = {"num_attention_heads": HEADS, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 48}
@@ -360,12 +421,55 @@ class TestExport:
             export(tmp_path / "expert", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    @pytest.mark.parametrize("step", [2.0, 0.5, 1 / 3, 0.8])
+    def test_places_another_way_apart(self, tmp_path, x, text, step):
+        dit = self.expert()
+        dit.positions.data.copy_(places(WIDTH, SIZE // 2, step)[0])
+        dit.save_pretrained(tmp_path / "expert")
+        export(tmp_path / "expert", tmp_path / "out")
+        about = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert about["interpolation_scale"] == pytest.approx(1 / step)
+        model = PixArtTransformer2DModel.from_pretrained(tmp_path / "out")
+        with torch.no_grad():
+            theirs = model(x, text, timestep=999 * TIMES, return_dict=False)[0]
+            torch.testing.assert_close(theirs, dit(x, TIMES, text), rtol=0, atol=1e-5)
+
+    def test_a_sit_takes_its_time_from_0_to_1(self, tmp_path, x, text):
+        save(
+            convert(write(tmp_path, class_dit(), "SiT.pt"), Wanted(num_heads=HEADS, text_dim=TEXT)), tmp_path / "expert"
+        )
+        told = export(tmp_path / "expert", tmp_path / "out")
+        assert "for timestep 1 t" in told[0]
+        assert json.loads((tmp_path / "out" / "atoll.json").read_text())["time"].startswith("timestep = 1 t")
+        model, ours = (
+            PixArtTransformer2DModel.from_pretrained(tmp_path / "out"),
+            DiT.from_pretrained(tmp_path / "expert"),
+        )
+        with torch.no_grad():
+            theirs = model(x, text, timestep=TIMES, return_dict=False)[0]
+            torch.testing.assert_close(theirs, ours(x, TIMES, text), rtol=0, atol=1e-5)
+
     def test_learned_positions(self, tmp_path):
         dit = self.expert()
         dit.positions.data += 0.1
         dit.save_pretrained(tmp_path / "expert")
         with pytest.raises(InputError, match="has learned its positions"):
             export(tmp_path / "expert", tmp_path / "out")
+
+
+class TestSpacing:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("step", [0.125, 1 / 3, 0.5, 1.0, 1.5, 2.0, 4.0, 7.0])
+    @pytest.mark.parametrize(("width", "side"), [(32, 4), (96, 16), (1152, 32)])
+    def test_found(self, step, width, side, dtype):
+        assert spacing_of(sincos_positions(width, side, step).to(dtype)) == step
+
+    def test_none(self):
+        assert spacing_of(torch.randn(16, 32, generator=torch.Generator().manual_seed(0))) is None
+        assert spacing_of(torch.zeros(16, 32)) is None
+        assert spacing_of(torch.zeros(15, 32)) is None
+        assert spacing_of(torch.zeros(16, 2)) is None
+        assert spacing_of(sincos_positions(32, 1)) == 1
 
 
 class TestBooks:
@@ -666,6 +770,165 @@ class TestBadInput:
     def test_one_of_ours(self, tmp_path, capsys):
         save(convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS)), tmp_path / "expert")
         self.refused(capsys, tmp_path / "expert", "is one of Atoll's already")
+
+
+class TestStrangers:
+    """Files that were made to do harm: a sentence, before memory is taken for what they claim."""
+
+    def refused(self, path, message, wanted=Wanted(num_heads=HEADS)):  # noqa: B008
+        with pytest.raises(InputError, match=message) as caught:
+            convert(path, wanted)
+        told = str(caught.value)
+        assert len(told) < 1000
+        assert told.isprintable(), told
+
+    def archive(self, tmp_path, content: bytes, **options: object) -> object:
+        """A file as torch zips them, with this as its pickle."""
+        path = tmp_path / "dit.pt"
+        with zipfile.ZipFile(path, "w", **options) as archive:
+            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/version", "3\n")
+        return path
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_a_tensor_of_one_number_a_billion_times(self, tmp_path, old):
+        content = {**class_dit(), "z": torch.zeros(1).expand(100_000, 100_000)}
+        torch.save(content, tmp_path / "dit.pt", _use_new_zipfile_serialization=not old)
+        self.refused(tmp_path / "dit.pt", "z in .* claims more numbers than the file has")
+
+    def test_one_storage_many_times(self, tmp_path):
+        weight = torch.zeros(1000, 1000)
+        path = write(tmp_path, {f"w{i}": weight for i in range(1000)})
+        self.refused(path, "claims more numbers than the file has")
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.eye(3).to_sparse(),
+            lambda: torch.eye(4).to_sparse_csr(),
+            lambda: torch.empty(100_000, 100_000, device="meta"),
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        ],
+        ids=["sparse", "csr", "meta", "nested", "quantized"],
+    )
+    @pytest.mark.filterwarnings("ignore")
+    def test_other_kinds_of_tensors(self, tmp_path, make):
+        self.refused(write(tmp_path, {**class_dit(), "z": make()}), "no plain dense tensor|not weights|damaged")
+
+    def test_packed(self, tmp_path):
+        path = self.archive(tmp_path, bytes(10 << 20), compression=zipfile.ZIP_DEFLATED)
+        assert path.stat().st_size < 100_000
+        self.refused(path, "is packed, as torch never saves tensors")
+
+    def test_entries_on_one_another(self, tmp_path):
+        """A thousand names for the same bytes."""
+        path = self.archive(tmp_path, pickle.dumps({}, protocol=2))
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("archive/data/0", bytes(100_000))
+            last = archive.infolist()[-1]
+            for i in range(1, 1000):
+                again = zipfile.ZipInfo(f"archive/data/{i}")
+                for name in ("header_offset", "CRC", "file_size", "compress_size"):
+                    setattr(again, name, getattr(last, name))
+                archive.filelist.append(again)
+        self.refused(path, "is packed|truncated or damaged")
+
+    def test_a_pickle_that_is_too_long(self, tmp_path):
+        size = reading.MAX_PICKLE
+        self.refused(self.archive(tmp_path, bytes(size + 1)), "says more beside its tensors than 8 MB")
+        (tmp_path / "dit.pt").write_bytes(reading.LEGACY + b"\x80\x02" + 2 * size * b"]")
+        self.refused(tmp_path / "dit.pt", "truncated or damaged|says more beside")
+        torch.save({"a" * size: torch.zeros(1)}, tmp_path / "dit.pt", _use_new_zipfile_serialization=False)
+        self.refused(tmp_path / "dit.pt", "truncated or damaged|says more beside")
+
+    def test_a_pickle_that_asks_for_memory(self, tmp_path):
+        """torch lets a pickle call bytearray with any number."""
+
+        class Greedy:
+            def __reduce__(self):
+                return bytearray, (10**15,)
+
+        self.refused(self.archive(tmp_path, pickle.dumps(Greedy(), protocol=2)), "holds a program or other objects")
+        torch.save({"a": Greedy()}, tmp_path / "dit.pt", _use_new_zipfile_serialization=False)
+        self.refused(tmp_path / "dit.pt", "holds a program or other objects")
+
+    def test_safetensors_that_claim(self, tmp_path):
+        header = json.dumps({"a": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}).encode()
+        (tmp_path / "dit.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        self.refused(tmp_path / "dit.safetensors", "truncated or not a safetensors file")
+
+    def test_a_header_that_begins_like_a_pickle(self, tmp_path):
+        """One in 32 safetensors files: the length of its header is 128 and a multiple of 256."""
+        path = tmp_path / "dit.safetensors"
+        for i in range(40):
+            save_file(class_dit(), path, {"note": "x" * 8 * i})
+            if path.read_bytes()[0] == 0x80:
+                convert(path, Wanted(num_heads=HEADS))
+                return
+        raise AssertionError("no such length")
+
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without FIFOs")
+    def test_files_that_are_none(self, tmp_path):
+        os.mkfifo(tmp_path / "dit.pt")
+        self.refused(tmp_path / "dit.pt", "it is a FIFO")
+        folder, other = tmp_path / "folder", tmp_path / "other"
+        make_dit(tied=True).save_pretrained(folder)
+        make_dit(tied=True).save_pretrained(other)
+        name = "diffusion_pytorch_model.safetensors"
+        (folder / name).unlink()
+        (folder / name).symlink_to(other / name)
+        self.refused(folder, "it is a link that leaves its folder", Wanted())
+        (tmp_path / "pipeline").mkdir()
+        (tmp_path / "pipeline" / "transformer").symlink_to(other)
+        self.refused(tmp_path / "pipeline", "it is a link that leaves its folder", Wanted())
+
+    @pytest.mark.parametrize("name", ["../other/model.safetensors", "a\\b.safetensors", "model.bin", 3, None])
+    def test_an_index_that_leads_away(self, tmp_path, name):
+        make_dit(tied=True).save_pretrained(tmp_path)
+        index = {"weight_map": {"a": name}}
+        (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+        self.refused(tmp_path, "names a file outside its folder|has no table 'weight_map' of files", Wanted())
+
+    @pytest.mark.parametrize(
+        "name", ["\x1b[2J\x1b]0;", "a" * 5_000_000, "\u202e\u2066"], ids=["escapes", "long", "bidi"]
+    )
+    def test_names(self, tmp_path, name):
+        ones, nan = torch.ones(3), torch.full((3,), math.nan)
+        for content in (
+            {name: ones}, {**class_dit(), name: ones}, {**class_dit(), name: nan}, {**class_dit(), name: 1},
+            {**class_dit(), name: ones.long()}, {**class_dit(), name: ones.to_sparse()},
+            {**class_dit(), name: ones[:1].expand(10**6)},
+        ):  # fmt: skip
+            self.refused(write(tmp_path, content), "DiT-XL-2-256x256.pt")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"sample_size": 10**12}, "must be a whole number from 1 to|too many"),
+            ({"sample_size": 4096}, "too many"),
+            ({"num_attention_heads": 10**300}, "does not say how many heads"),
+            ({"num_attention_heads": "\x1b[2J" * 10**5}, "does not say how many heads"),
+            ({"interpolation_scale": 1e-300}, "interpolation_scale in the config of"),
+            ({"interpolation_scale": "\x1b[2J" * 10**5}, "interpolation_scale in the config of"),
+        ],
+        ids=str,
+    )
+    def test_configs(self, tmp_path, changes, message):
+        TestPixArt().make().save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        self.refused(tmp_path, message, Wanted())
+
+    def test_arguments_of_any_type(self, tmp_path):
+        """A pickle can hold lists in lists that no screen could show."""
+        laugh: list[object] = []
+        for _ in range(60):
+            laugh = [laugh, laugh]
+        for args in ({"path_type": laugh}, {"prediction": laugh, "path_type": "GVP"}, {"model": laugh}, {1: 2}, laugh):
+            self.refused(
+                write(tmp_path, {"ema": class_dit(), "args": args}, "c.pt"), "is a SiT that|may be a DiT or a SiT"
+            )
 
 
 # --- slow ---------------------------------------------------------------------------------------------------------

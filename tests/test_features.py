@@ -1,8 +1,10 @@
 """Image features: the real EfficientNet-Lite0 and Dinov2Model, and the built-in ones."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 
 from atoll.data.features import IMAGENET_MEAN, IMAGENET_STD, Features, load_features, make_features
 from atoll.data.pretrained import check_same
+from atoll.data.text import make_text_encoder
 from atoll.errors import InputError
 
 
@@ -198,9 +201,66 @@ class TestDino:
         config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "vit"}))
         self.refused(tmp_path, "holds a 'vit', not DINOv2")
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"hidden_size": 10**9}, "hidden_size in the config of .* is 1000000000, more than any known model has"),
+            ({"hidden_size": 1_000_000}, "asks for [0-9,]+ weights, and its files have"),
+            ({"num_hidden_layers": 10**9}, "more than any known model has"),
+            ({"image_size": 14_000_000}, "asks for [0-9,]+ weights, and its files have"),
+            ({"patch_size": 0}, "has no whole Dinov2Model"),
+            ({"hidden_act": "\x1b[2J" * 10**5}, "has no whole Dinov2Model"),
+            ({"model_type": "\x1b[2J" * 10**5}, "not DINOv2"),
+            ({"quantization_config": {"quant_method": "awq"}}, "has no whole Dinov2Model"),
+        ],
+        ids=lambda changes: str(changes)[:30],
+    )
+    def test_configs_of_strangers(self, dino, tmp_path, changes, message):
+        """What does not fit the weights is refused before memory is taken for it, and nothing reaches the terminal."""
+        shutil.copytree(dino, tmp_path, dirs_exist_ok=True)
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+        with pytest.raises(InputError, match=message) as caught:
+            make_features(f"dino:{tmp_path}")
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+
+    @pytest.mark.parametrize("size", [10**9, 10**7])
+    def test_a_vocabulary_of_billions(self, clip, tmp_path, size):
+        shutil.copytree(clip, tmp_path, dirs_exist_ok=True)
+        config = tmp_path / "text_encoder" / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": size}))
+        with pytest.raises(InputError, match="more than any known model has|asks for [0-9,]+ weights"):
+            make_text_encoder(f"clip:{tmp_path}")
+
+    def test_a_file(self, dino):
+        self.refused(dino / "model.safetensors", "is a file: give the folder of a model, with config.json beside")
+
+    def test_weights_are_not_mapped(self, dino, tmp_path):
+        shutil.copytree(dino, tmp_path, dirs_exist_ok=True)
+        features = make_features(f"dino:{tmp_path}")
+        mapped = [line for line in Path("/proc/self/maps").read_text().split("\n") if str(tmp_path) in line]
+        assert not mapped
+        assert all(weight.data_ptr() % 64 == 0 for weight in features.model.parameters())
+
     def test_without_transformers(self, dino, monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", None)
         self.refused(dino, r"this needs transformers: pip install 'atoll\[hf\]'")
+
+
+def test_sizes_of_strangers(tmp_path):
+    """A config of a few bytes does not make pictures of terabytes."""
+    make_features("simple").save(tmp_path)
+    config = tmp_path / "features" / "config.json"
+    about = json.loads(config.read_text())
+    for name in ("size", "grid", "coarse", "num_directions"):
+        for value in (0, 10**9):
+            config.write_text(json.dumps({**about, "architecture": {**about["architecture"], name: value}}))
+            with pytest.raises(InputError, match=f"{name} of the simple features must be from 1 to"):
+                load_features(tmp_path)
+    config.write_text(json.dumps({**about, "model": "Inception", "architecture": {"size": 10**9}}))
+    with pytest.raises(InputError, match="the size of inception must be from 75 to 1024"):
+        load_features(tmp_path)
 
 
 def test_bad_input(tmp_path):

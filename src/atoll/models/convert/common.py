@@ -217,9 +217,9 @@ def spacing_of(positions: Tensor) -> float | None:
         pace = far / 10_000 ** (wave / quarter)
         angle = float(torch.angle((turned[far:, wave] * turned[:-far, wave].conj()).mean()))
         step = (angle + 2 * math.pi * round((step * pace - angle) / (2 * math.pi))) / pace
-    whole = float(Fraction(step).limit_denominator(64))
-    step = whole if abs(whole - step) < 1e-3 / side else step
-    # Weights in half precision are off by so much.
+    rounded = torch.finfo(positions.dtype).eps  # half precision blurs what is a simple fraction
+    whole = float(Fraction(step).limit_denominator(16))
+    step = whole if abs(whole - step) < 4 * rounded / side else step
     same = step > 0 and torch.allclose(positions.float(), sincos_positions(width, side, step), rtol=0, atol=0.01)
     return step if same else None
 

@@ -153,9 +153,9 @@ def _take_positions(ledger: Ledger, source: Source, sizes: Sizes, notes: list[st
     """As they are in the file; computed where it has none, or where another size is asked for."""
     found: Tensor | None = None
     if "pos_embed" in source.weights:
-        found = ledger.take("pos_embed").flatten(0, -2)
+        found = source.weights["pos_embed"].flatten(0, -2)
     if found is not None and sizes.input_size == sizes.source_size:
-        ledger.fill("positions", found, "pos_embed")
+        ledger.fill("positions", found.float(), "pos_embed")
         return
     if found is not None:
         ledger.drop("pos_embed", f"it is of latents {sizes.source_size} a side, not {sizes.input_size}")
