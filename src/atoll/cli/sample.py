@@ -79,7 +79,7 @@ def sample(
         dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
         out: The folder for the images and grid.png.
         trace: Also write trace.json and trace.png: which experts made an image, and when.
-        verify: First compare every file of the model with its hash.
+        verify: First read every file of the model again, and compare it with its hash.
     """
     from tqdm import tqdm
 
