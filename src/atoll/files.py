@@ -61,12 +61,22 @@ def _hub_blobs(home: Path) -> Iterator[Path]:
 
 def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Returns a file's content, if it has at most `limit` bytes; else raises OSError before any is read."""
+    check_size(path, limit, root)
     with open_regular(path, root) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = b"" if size > limit else file.read(limit + 1)
-    if size > limit or len(content) > limit:
-        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+        content = file.read(limit + 1)
+    if len(content) > limit:  # it has grown meanwhile
+        raise too_large(path, limit)
     return content
+
+
+def check_size(path: Path, limit: int, root: Path | None = None) -> None:
+    """Raises OSError if a file has more than `limit` bytes."""
+    if os.stat(real_path(path, root)).st_size > limit:
+        raise too_large(path, limit)
+
+
+def too_large(path: Path, limit: int) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
 
 
 def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, Any]:

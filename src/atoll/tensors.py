@@ -53,14 +53,18 @@ class TensorFile:
         try:
             self.entries, self.metadata = read_header(self._file)
         except (OSError, ValueError) as error:
-            self._file.close()
+            self.close()
             raise self._damaged(error) from error
+        check_memory(sum(entry.end - entry.start for entry in self.entries.values()), str(path))
+
+    def close(self) -> None:
+        self._file.close()
 
     def __enter__(self) -> "TensorFile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
 
     def read(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Returns all tensors, or those of these names, in one piece of fresh memory, each aligned to 64 bytes.
@@ -73,7 +77,6 @@ class TensorFile:
         for name, entry in entries.items():
             places[name] = total
             total += -(-(entry.end - entry.start) // ALIGNMENT) * ALIGNMENT
-        check_memory(total, str(self.path))
         memory = torch.empty(total, dtype=torch.uint8)
         try:
             for name in sorted(entries, key=lambda name: entries[name].start):

@@ -56,8 +56,8 @@ class TrunkConfig:
                 raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {shown(value)}")
         if self.in_channels * self.input_size**2 > MAX_LATENTS or self.num_tokens > MAX_TOKENS:
             raise InputError(
-                f"{self.in_channels} x {self.input_size} x {self.input_size} latents in patches of {self.patch_size} are "
-                f"too many: a sample has at most {MAX_LATENTS} numbers and {MAX_TOKENS} tokens"
+                f"{self.in_channels} x {self.input_size} x {self.input_size} latents in patches of {self.patch_size} "
+                f"are too many: a sample has at most {MAX_LATENTS} numbers and {MAX_TOKENS} tokens"
             )
         if self.input_size % self.patch_size:
             raise InputError(f"input_size {self.input_size} is not a multiple of patch_size {self.patch_size}")

@@ -71,7 +71,7 @@ class Expert:
             **({} if self.guidance == 1 else {"guidance": self.guidance}),
         }
         self.network.card = card
-        self.network.save_pretrained(folder)
+        self.network.save_pretrained(folder, [] if self.calibration is None else [CALIBRATION])
 
     @classmethod
     def load(cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> "Expert":

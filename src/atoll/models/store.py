@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atoll.config import build
 from atoll.errors import InputError, NotFiniteError, shown
-from atoll.files import digest_of, known_digest, make_readable, read_json
+from atoll.files import digest_of, known_digest, make_readable, read_json, reason_of
 from atoll.tensors import DTYPES as TYPES
 from atoll.tensors import TensorFile
 
@@ -36,17 +36,20 @@ class Stored(nn.Module):
     """A network with `save_pretrained`, `from_pretrained` and `push_to_hub`; subclasses name their config.
 
     `card` is what its config.json says beside the architecture, under the keys that its class knows. It also holds the
-    SHA-256 of the weights, so that neither a flipped bit nor the weights of another network go unnoticed.
+    SHA-256 of the files beside it, so that neither a flipped bit nor the weights of another network go unnoticed.
     """
 
     config_class: ClassVar[type]
     card_keys: ClassVar[frozenset[str]] = frozenset()
     config: Any
     card: Mapping[str, Any] = MappingProxyType({})
-    weights_digest: str | None = None  # as config.json has it; None: it was written before it had one
+    digests: Mapping[str, Any] = MappingProxyType({})  # of the files beside config.json, as it has them
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the folder. Each file is replaced in one go, so a full disk leaves the old ones as they were."""
+    def save_pretrained(self, folder: str | Path, beside: Sequence[str] = ()) -> None:
+        """Write the folder. Each file is replaced in one go, so a full disk leaves the old ones as they were.
+
+        `beside` names files that are there already and belong to it.
+        """
         folder = Path(folder)
         assert self.card.keys() <= self.card_keys
         about = {"format": FORMAT, "model": type(self).__name__, "architecture": asdict(self.config), **self.card}
@@ -61,7 +64,7 @@ class Stored(nn.Module):
             folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, staged[WEIGHTS])
             make_readable(staged[WEIGHTS])
-            about["sha256"] = digest_of(staged[WEIGHTS])
+            about["sha256"] = {name: digest_of(staged.get(name, folder / name)) for name in (WEIGHTS, *beside)}
             staged[CONFIG].write_text(json.dumps(about, indent=2, allow_nan=False) + "\n")
             for name, path in staged.items():
                 os.replace(path, folder / name)
@@ -82,10 +85,8 @@ class Stored(nn.Module):
         path = folder_of(folder, revision)
         model = cls._from_config(path / CONFIG)
         model.load_state_dict(_read_weights(path / WEIGHTS, model), assign=True)
-        if model.weights_digest is not None and known_digest(path / WEIGHTS) != model.weights_digest:
-            raise InputError(
-                f"{path / WEIGHTS} is not the file that its {CONFIG} belongs to: copy the folder again from its source"
-            )
+        for name in model.digests:
+            check_digest(path / name, model.digests[name])
         return model.to(dtype=dtype).eval()
 
     @classmethod
@@ -109,7 +110,7 @@ class Stored(nn.Module):
                 model = cls(config)
         except (RuntimeError, OverflowError, MemoryError) as error:  # more numbers than torch can count
             raise InputError(f"the architecture in {path} is larger than any machine: copy it again") from error
-        model.weights_digest = about.get("sha256")
+        model.digests = _digests_in(about.get("sha256", {}), path)
         model.card = {key: about[key] for key in about if key in cls.card_keys}
         return model
 
@@ -123,6 +124,24 @@ class Stored(nn.Module):
                 return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
             except (HfHubHTTPError, HFValidationError, OSError) as error:
                 raise InputError(f"the hub did not take {repo_id} ({_first_line(error)})") from error
+
+
+def check_digest(path: Path, expected: object) -> None:
+    """Refuse a file that is not the one that was saved with its config.json."""
+    try:
+        found = known_digest(path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({reason_of(error)}): copy the folder again from its source"
+        ) from error
+    if found != expected:
+        raise InputError(f"{path} is not the file that its {CONFIG} belongs to: copy both again from its source")
+
+
+def _digests_in(table: object, path: Path) -> dict[str, Any]:
+    if not isinstance(table, dict) or not all(name == Path(name).name for name in table):
+        raise InputError(f"{path} is damaged, its 'sha256' is {shown(table)}: copy the folder again from its source")
+    return table
 
 
 def folder_of(folder: str | Path, revision: str | None = None, files: Sequence[str] = (CONFIG, WEIGHTS)) -> Path:
