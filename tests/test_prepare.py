@@ -1,5 +1,6 @@
 """From source to data set: the same bytes however it is made, and nothing lost when it is not."""
 
+import hashlib
 import json
 import os
 import random
@@ -17,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from atoll.data import prepare as module
+from atoll.data import shards
 from atoll.data.codecs import load_codec, make_codec
 from atoll.data.prepare import Settings, count, prepare, split_of
 from atoll.data.pretrained import check_same
-from atoll.data.shards import HELD_OUT, TRAIN, Dataset, Shard
+from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.data.text import load_text_encoder
 from atoll.errors import InputError
@@ -28,6 +30,7 @@ from atoll.files import alone
 from test_sources import png, write, write_tar
 
 SMALL = Settings(size=16)
+COMMAND = Path(sys.executable).parent / "atoll"
 
 
 def make(out: Path, source: Source | None = None, settings: Settings = SMALL, workers: int = 0) -> Dataset:
@@ -80,7 +83,6 @@ class TestRows:
         np.testing.assert_array_equal(column[rows], everything[rows])
         np.testing.assert_array_equal(column[77], everything[77])
         np.testing.assert_array_equal(column[60:70], everything[60:70])
-        assert isinstance(Shard(tmp_path / "d" / "shards" / "00000.safetensors")["latents"], np.memmap)
 
     def test_decoding_gives_the_pictures_back(self, tmp_path):
         data = make(tmp_path / "d", Source("avatars", num=200, size=32), Settings(size=32))
@@ -329,7 +331,7 @@ def test_many_more_shards_than_files_may_be_open(tmp_path):
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "from atoll.data import prepare as p, shards; from atoll.data.sources import Source\n"
         "p.CHUNK, s = 2, p.Settings(size=16, codec='pixels', near_duplicates='drop')\n"
-        "shards._mapped = __import__('functools').lru_cache(16)(shards._mapped.__wrapped__)\n"
+        "shards._opened = __import__('functools').lru_cache(16)(shards._opened.__wrapped__)\n"
         "p.prepare(Source('shapes', num=400, size=16), sys.argv[1], s, 0, progress=False)\n"
         "data = shards.Dataset.open(sys.argv[1])\n"
         "assert len(data.shards) > 150, len(data.shards)\n"
@@ -389,8 +391,157 @@ class TestOpening:
     def test_a_missing_shard(self, tmp_path, chunks_of_64):
         make(tmp_path / "d")
         (tmp_path / "d" / "shards" / "00001.safetensors").unlink()
+        with pytest.raises(InputError, match="shards lacks '00001.safetensors' of its 3 shards: copy it again"):
+            Dataset.open(tmp_path / "d")
+        (tmp_path / "d" / "shards" / "SHA256SUMS").unlink()
         with pytest.raises(InputError, match="86 rows of 150: some of its shards are missing"):
             Dataset.open(tmp_path / "d")
+
+    @pytest.mark.parametrize("at", [0.1, 0.5, 0.999])
+    def test_a_flipped_bit(self, tmp_path, at, chunks_of_64):
+        """Of latents, most of which are as likely as any other, nobody else would notice."""
+        make(tmp_path / "d")
+        path = tmp_path / "d" / "shards" / "00001.safetensors"
+        content = bytearray(path.read_bytes())
+        content[int(at * len(content))] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"00001.safetensors is (damaged, since its SHA-256 is not|truncated)"):
+            Dataset.open(tmp_path / "d")
+        run = subprocess.run([COMMAND, "inspect", tmp_path / "d"], capture_output=True, text=True, check=False)
+        assert run.returncode == 2
+        assert run.stderr.count("\n") == 1
+        assert "copy it again" in run.stderr
+
+    def test_sums_are_those_of_sha256sum(self, tmp_path, chunks_of_64):
+        data = make(tmp_path / "d")
+        lines = (tmp_path / "d" / "shards" / "SHA256SUMS").read_text().splitlines()
+        expected = [f"{hashlib.sha256(s.path.read_bytes()).hexdigest()}  {s.path.name}" for s in data.shards]
+        assert lines == expected
+        assert len(lines) == 3
+
+    def test_data_from_before_there_were_sums(self, tmp_path):
+        make(tmp_path / "d")
+        (tmp_path / "d" / "shards" / "SHA256SUMS").unlink()
+        assert len(Dataset.open(tmp_path / "d")) == 150
+
+    @pytest.mark.parametrize("content", [b"\xff", b"x\n", b"0" * 64 + b"  ../../secret\n", b""])
+    def test_sums_that_are_none(self, tmp_path, content):
+        make(tmp_path / "d")
+        (tmp_path / "d" / "shards" / "SHA256SUMS").write_bytes(content)
+        with pytest.raises(InputError, match=r"SHA256SUMS.*copy it again"):
+            Dataset.open(tmp_path / "d")
+
+    def test_links_that_leave_the_data(self, tmp_path):
+        make(tmp_path / "other")
+        make(tmp_path / "d")
+        shutil.rmtree(tmp_path / "d" / "shards")
+        (tmp_path / "d" / "shards").symlink_to(tmp_path / "other" / "shards")
+        with pytest.raises(InputError, match="it is a link that leaves its folder"):
+            Dataset.open(tmp_path / "d")
+        (tmp_path / "d" / "dataset.json").unlink()
+        (tmp_path / "d" / "dataset.json").symlink_to(tmp_path / "other" / "dataset.json")
+        with pytest.raises(InputError, match="it is a link that leaves its folder"):
+            Dataset.open(tmp_path / "d")
+        (tmp_path / "link").symlink_to(tmp_path / "other")
+        assert len(Dataset.open(tmp_path / "link")) == 150  # the user's own
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("row", np.zeros((150, 2), np.int64)),
+            ("row", np.zeros(150, np.int32)),
+            ("latents", np.zeros((3, 3, 16, 16), np.float16)),
+            ("tokens", np.zeros(150, np.float64)),
+            ("caption.offsets", np.zeros(3, np.int64)),
+            ("caption.offsets", np.arange(151)[::-1].copy()),
+            ("caption.offsets", np.full(151, 2**62)),
+            ("caption.offsets", np.zeros(151, np.uint8)),
+            ("caption.bytes", np.zeros((3, 3), np.uint8)),
+            ("more.than.that", np.zeros(3, np.uint8)),
+        ],
+    )
+    def test_a_shard_that_contradicts_itself(self, tmp_path, name, value):
+        make(tmp_path / "d")
+        path = tmp_path / "d" / "shards" / "00000.safetensors"
+        save_file({**load_file(path), name: torch.from_numpy(value)}, path)
+        (path.parent / "SHA256SUMS").unlink()
+        with pytest.raises(InputError, match=r"00000.safetensors .*copy it again"):
+            Dataset.open(tmp_path / "d").texts("caption", [1])
+
+    def test_a_header_that_contradicts_itself(self, tmp_path):
+        make(tmp_path / "d")
+        path = tmp_path / "d" / "shards" / "00000.safetensors"
+        content = path.read_bytes()
+        assert b'"shape":[150,32]' in content
+        path.write_bytes(content.replace(b'"shape":[150,32]', b'"shape":[150,99]'))
+        with pytest.raises(InputError, match="truncated or not a shard .*'tokens' of shape"):
+            Dataset.open(tmp_path / "d")
+
+    def test_shards_that_contradict_each_other(self, tmp_path, chunks_of_64):
+        make(tmp_path / "d")
+        path = tmp_path / "d" / "shards" / "00001.safetensors"
+        save_file({**load_file(path), "latents": torch.zeros(64, 7)}, path)
+        (path.parent / "SHA256SUMS").unlink()
+        with pytest.raises(InputError, match="the latents of .*00001.safetensors are of another shape"):
+            Dataset.open(tmp_path / "d").column("latents")[:]
+
+    def test_a_file_that_is_cut_short_or_replaced_meanwhile(self, tmp_path):
+        """Mapped into memory, it would end the process."""
+        data = make(tmp_path / "d")
+        path = data.shards[0].path
+        assert len(data.column("latents")[:3]) == 3
+        content = path.read_bytes()
+        os.truncate(path, 5000)
+        with pytest.raises(InputError, match="was cut short while it was read"):
+            data.column("latents")[:]
+        with pytest.raises(InputError, match="was cut short while it was read"):
+            data.texts("caption", [140])
+        path.write_bytes(content)
+        shards._opened.cache_clear()
+        with pytest.raises(InputError, match="has changed since it was opened"):
+            data.column("latents")[:]
+
+    @pytest.mark.parametrize(
+        ("place", "value"),
+        [
+            (("counts",), []),
+            (("counts", "rows"), "150"),
+            (("counts", "rows"), -1),
+            (("counts", "rows"), 10**400),
+            (("counts", "rejected"), True),
+            (("source", "name"), ["a"]),
+            (("settings", "size"), 10**9),
+            (("settings", "size"), None),
+            (("latent_shape",), [3, 16]),
+            (("latent_shape",), [3, "16", 16]),
+            (("latent_shape",), [60_000] * 3),
+            (("text", "max_length"), 1 << 40),
+            (("text", "fingerprint"), {}),
+            (("codec", "spec"), 7),
+            (("features",), "simple"),
+            (("license",), {"a": 1}),
+            (("format",), [[1]]),
+            (("complete",), "yes"),
+        ],
+    )
+    def test_a_dataset_json_of_anyone(self, tmp_path, place, value):
+        make(tmp_path / "d", Source("shapes", num=20, size=16))
+        path = tmp_path / "d" / "dataset.json"
+        about = json.loads(path.read_text())
+        *above, last = place
+        inner = about[above[0]] if above else about
+        inner[last] = value
+        path.write_text(json.dumps(about))
+        with pytest.raises(InputError) as error:
+            Dataset.open(tmp_path / "d")
+        assert str(tmp_path / "d") in str(error.value)
+        assert len(str(error.value)) < 400
+
+    def test_a_deep_dataset_json(self, tmp_path):
+        for text in ("[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900, "[" * 100_000):
+            (tmp_path / "dataset.json").write_text(text)
+            with pytest.raises(InputError, match="cannot be read as JSON"):
+                Dataset.open(tmp_path)
 
 
 def test_webdataset_to_data_set(tmp_path):

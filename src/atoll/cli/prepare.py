@@ -1,5 +1,6 @@
 """`atoll prepare`."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ def prepare(
     seed: int = 0,
     workers: int | None = None,
     device: str = "auto",
+    follow_links: bool = False,
 ) -> None:
     """Make a data set of pictures with captions. Interrupted, the same command goes on.
 
@@ -39,7 +41,8 @@ def prepare(
             built-in avatars, shapes, digits.
         out: The folder to make.
         size: Pictures are scaled and cropped to SIZE x SIZE pixels.
-        num: How many of a built-in data set.
+        num: How many pictures: the first of a built-in data set; of any other source a random choice, by SEED and
+            their names, whatever their order. Some of these may still be left out, as any others.
         codec: pixels, pca, pca:8x40 (8x8 patches as 40 numbers), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of
             another data set.
         text: words, or clip:HUB_ID_OR_FOLDER.
@@ -51,19 +54,24 @@ def prepare(
         min_side: Pictures with a shorter side are left out; half of SIZE by default.
         max_aspect: Pictures that are longer than this times their width are left out.
         license: Goes into dataset.json and travels with all that is made of the data.
-        seed: Of a built-in data set.
+        seed: Of a built-in data set, and of the choice of NUM pictures of any other.
         workers: Processes that read pictures; one a core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
+        follow_links: Also read folders that are links to others within SOURCE, each once. A link that leads out of
+            it is never followed.
     """
-    from atoll.data.prepare import Settings
+    from atoll.data.prepare import Settings, damage_in
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
     settings = Settings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
-    about = make(Source(source, template, num, size, seed), out, settings, workers, device=device)
+    place = Source(source, template, num, size, seed, follow_links)
+    about = make(place, out, settings, workers, device=device)
     counts, shape = about["counts"], "x".join(map(str, about["latent_shape"]))
     held, rejected = counts["held_out"], counts["rejected"]
     print(f"{out}: {counts['rows']} pictures ({held} held out), {rejected} rejected, latents {shape}")
+    for line in damage_in(out):
+        warnings.warn(line, stacklevel=1)
     if rejected:
         print(f"why: {out / 'rejected.jsonl'}")
     print(f"next: atoll partition {out} --experts 4")

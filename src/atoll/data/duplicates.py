@@ -68,7 +68,8 @@ class Duplicates:
         if row >= stored:
             return self._fresh[row - stored]
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self._shards[part]["thumb"][row - self._starts[part]]
+        found: NDArray[np.uint8] = self._shards[part].take("thumb", np.array([row - self._starts[part]]))[0]
+        return found
 
 
 class _Set:

@@ -2,7 +2,8 @@
 
 The source is cut into chunks of items, and a chunk becomes a shard. What a chunk becomes depends on its items, on the
 settings and on the shards before it (for duplicates), never on when or by how many processes it is made. So a run that
-was killed goes on after its last whole shard, and ends with the same bytes as one that was not.
+was killed goes on after its last whole shard, and ends with the same bytes as one that was not. Where a shard takes
+long, what a slow codec has made of its first pictures is saved meanwhile, beside the shard that they will be part of.
 """
 
 import hashlib
@@ -10,36 +11,43 @@ import heapq
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from atoll.data.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.data.duplicates import Duplicates
-from atoll.data.features import Features, make_features
+from atoll.data.features import Features, Simple, make_features
 from atoll.data.images import Picture, Transform
 from atoll.data.pretrained import check_same, public_spec
-from atoll.data.shards import FORMAT, HELD_OUT, TRAIN, Shard, write_shard
-from atoll.data.sources import Item, Reading, Source
+from atoll.data.shards import FORMAT, HELD_OUT, MAX_SIZE, TRAIN, Shard, check_described, write_shard, write_sums
+from atoll.data.sources import DAMAGED, Item, Reading, Source
 from atoll.data.text import TextEncoder, make_text_encoder
 from atoll.data.workers import Readers, readers
-from atoll.errors import InputError
-from atoll.files import alone, make_folder, read_json, write_json, write_whole
+from atoll.errors import InputError, printable, shown
+from atoll.files import alone, digest_of, make_folder, open_regular, read_json, write_json, write_whole
+from atoll.tensors import read_tensors
 
 Model = TypeVar("Model", Codec, Features)
+Value = TypeVar("Value")
 
 CHUNK = 512  # items a shard; fewer where they are so large that more would not fit into 50 MB
 BATCH = 64  # pictures at a time through the codec and the features
+SLOW_BATCH = 4  # where each takes long
+SAVE_EVERY = 30.0  # seconds after which the part of a shard that is done is saved
+MAX_WORKERS = 1024
 NUM_FIT = 2048  # pictures that a codec is fitted to; fewer in the same way
 
 
@@ -58,8 +66,8 @@ class Settings:
     license: str = "unknown"
 
     def __post_init__(self) -> None:
-        if self.size < 8:
-            raise InputError(f"size must be at least 8 pixels, but is {self.size}")
+        if not 8 <= self.size <= MAX_SIZE:
+            raise InputError(f"size must be from 8 to {MAX_SIZE} pixels, but is {self.size}")
         if not 0 <= self.holdout < 1:
             raise InputError(f"holdout must be a share in [0, 1), but is {self.holdout}")
         if not 1 <= self.max_aspect <= 1e6:
@@ -121,8 +129,8 @@ def prepare(
     device: str = "auto",
 ) -> dict[str, Any]:
     """Make the data set, or go on making it; returns what its dataset.json says. `device` runs codec and features."""
-    if num_workers is not None and num_workers < 0:
-        raise InputError(f"workers must be at least 0, but are {num_workers}")
+    if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
+        raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
     out = Path(out)
     make_folder(out)
     begun = (out / "dataset.json").exists()
@@ -130,7 +138,7 @@ def prepare(
         try:
             return _prepare(source, out, settings, num_workers, progress, _device(device))
         except InputError:
-            if not begun and (out / "dataset.json").exists() and not _shard_path(out, 0).exists():
+            if not begun and (out / "dataset.json").exists() and not any((out / "shards").glob("*[0-9].*")):
                 _forget(out)
             with suppress(OSError):
                 out.rmdir()  # if it is empty
@@ -144,38 +152,51 @@ def _prepare(
     side = max(settings.size, features.size)
     chunk = min(CHUNK, max(64, (1 << 24) // side**2))
     census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
-    models = {"text": text.describe(), "features": features.describe()}
-    about = _begin(out, source, settings, census, models)
+    about = _begin(out, source, settings, census, {"text": text.describe(), "features": features.describe()})
     _clean(out)
-    if about["complete"]:
+    if about.get("complete"):
         return about
     if num_workers is None:
         num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
     near = settings.near_duplicates == "drop" or (settings.near_duplicates == "auto" and source.kind != "built-in")
     duplicates, totals = Duplicates(near), Totals()
-    with readers(num_workers, settings.transform(features.size)) as read:
-        codec = _on(_codec(out, source, settings, census, read), device)
-        done = _resume(out, duplicates, totals)
-        bar = tqdm(total=census.num_items, initial=min(done * chunk, census.num_items), desc="prepare", unit=" images",
+    with readers(num_workers, settings.transform(features.size), chunk) as read:
+        codec = _on(_codec(out, source, settings, census, read, progress), device)
+        models = Models(codec, text, features, device)
+        sums = _resume(out, duplicates, totals)
+        done = len(sums) * chunk
+        bar = tqdm(total=census.num_items, initial=min(done, census.num_items), desc="prepare", unit=" images",
                    smoothing=0.1, disable=not progress)  # fmt: skip
         with bar:
-            todo = islice(_chunks(source.items(), chunk), done, None)
-            for number, readings in enumerate(read.read_all(todo), done):
-                kept, rejected = _select(readings, duplicates, settings.holdout)
-                path = _shard_path(out, number)
-                columns = _encode(kept, codec, text, features, device, bar.update)
-                columns["row"] = np.arange(totals.rows, totals.rows + len(kept), dtype=np.int64)
-                _write(path, kept, rejected, columns)
+            readings = read.read_all(islice(source.items(), done, None))
+            for own in _runs(readings, chunk):
+                path = _shard_path(out, len(sums))
+                made = Making(models, path.with_name(f".{path.stem}.part"), bar.update)
+                rejected = []
+                for reading in own:
+                    fault = _fault(reading, duplicates)
+                    if fault or reading.picture is None:
+                        line = {"key": reading.item.key, "reason": fault}
+                        rejected.append(_json_line(line))
+                        bar.update()
+                    else:
+                        made.add(Kept(reading, reading.picture, split_of(reading.picture.origin, settings.holdout)))
+                columns = made.finish()
+                columns["row"] = np.arange(totals.rows, totals.rows + len(made.kept), dtype=np.int64)
+                sums[path.name] = _write(path, made.kept, rejected, columns)
+                made.part.unlink(missing_ok=True)
                 shard = Shard(path)
                 duplicates.close_shard(shard)
                 totals.add(shard)
-                bar.update(len(rejected))
     if totals.rows == 0:
         faults = Counter(json.loads(line)["reason"] for line in _rejected(out))
         _forget(out)
         raise _nothing_left(source, faults)
     write_whole(out / "rejected.jsonl", lambda staged: _write_lines(staged, _rejected(out)))
     _save_whole(out, text)
+    for leftover in (out / "shards").glob(".*.part"):
+        leftover.unlink()
+    write_sums(out / "shards", sums)
     about |= {
         "complete": True,
         "counts": asdict(totals),
@@ -245,30 +266,36 @@ def _begin(
         write_json(path, asked)
         return asked
     stored = read_json(path, "delete the folder and prepare it again")
+    if not all(isinstance(stored.get(part), dict) for part in ("settings", "source", "text", "features")):
+        raise InputError(f"{path} does not say how it was begun: delete the folder and prepare it again")
     for part in ("settings", "source"):
         for key, value in asked[part].items():
-            before = stored.get(part, {}).get(key)
+            before = stored[part].get(key)
             if before != value:
                 what = (
                     "its pictures or captions have changed"
                     if key in ("items", "keys")
-                    else f"{key} was {before!r}, now {value!r}"
+                    else f"{key} was {shown(before)}, now {shown(value)}"
                 )
                 raise InputError(
                     f"{out} was begun otherwise ({what}): choose another --out, or delete it to start anew"
                 )
     check_same(stored["text"], models["text"], "text encoder")
     check_same(stored["features"], models["features"], "features")
+    if stored.get("complete"):
+        check_described(out, stored)
     return stored
 
 
-def _codec(out: Path, source: Source, settings: Settings, census: Census, read: Readers) -> Codec:
+def _codec(out: Path, source: Source, settings: Settings, census: Census, read: Readers, progress: bool) -> Codec:
     """The codec of the data set: the one it has, or a new one, fitted to the sample if it is of that kind."""
     if (out / "vae").exists():
         return load_codec(out)
     pictures = None
     if needs_sample(settings.codec):
-        readings = read.read(census.sample)
+        found = read.read_all(census.sample)
+        bar = tqdm(found, "fit codec", len(census.sample), unit=" images", disable=not progress, leave=False)
+        readings = list(bar)
         kept = [reading.picture.pixels for reading in readings if reading.picture is not None]
         if not kept:
             raise _nothing_left(source, census.faults + Counter(reading.fault for reading in readings))
@@ -279,33 +306,34 @@ def _codec(out: Path, source: Source, settings: Settings, census: Census, read: 
     return load_codec(out)  # not the fitted one: laid out otherwise in memory, it would round otherwise, too
 
 
-def _resume(out: Path, duplicates: Duplicates, totals: Totals) -> int:
-    """Take note of the shards that are there; how many they are."""
-    done = 0
-    while _shard_path(out, done).exists():
-        shard = Shard(_shard_path(out, done))
+def _resume(out: Path, duplicates: Duplicates, totals: Totals) -> dict[str, str]:
+    """Take note of the shards that are there; returns the SHA-256 of each."""
+    sums: dict[str, str] = {}
+    while (path := _shard_path(out, len(sums))).exists():
+        shard = Shard(path)
         for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
             duplicates.add(digest.tobytes(), int(likeness), thumb)
         duplicates.close_shard(shard)
         totals.add(shard)
-        done += 1
-    return done
+        sums[path.name] = digest_of(path)
+    return sums
 
 
-def _select(readings: list[Reading], duplicates: Duplicates, holdout: float) -> tuple[list[Kept], list[str]]:
-    """What of a chunk is kept, with its split, and a line of JSON for each item that is not."""
-    kept, rejected = [], []
-    for reading in readings:
-        picture, fault = reading.picture, reading.fault
-        if picture is not None:
-            fault = duplicates.find(picture.digest, picture.likeness, picture.thumb)
-            if not fault:
-                duplicates.add(picture.digest, picture.likeness, picture.thumb)
-                kept.append(Kept(reading, picture, split_of(picture.origin, holdout)))
-                continue
-            fault = f"{fault} duplicate"
-        rejected.append(json.dumps({"key": reading.item.key, "reason": fault}, ensure_ascii=False))
-    return kept, rejected
+def _fault(reading: Reading, duplicates: Duplicates) -> str:
+    """Why an item is left out; what is kept is remembered, to know others that are like it."""
+    picture = reading.picture
+    if picture is None:
+        return reading.fault
+    if kind := duplicates.find(picture.digest, picture.likeness, picture.thumb):
+        return f"{kind} duplicate"
+    duplicates.add(picture.digest, picture.likeness, picture.thumb)
+    return ""
+
+
+def _json_line(values: dict[str, str]) -> str:
+    """JSON that a terminal shows as it is: what moves its cursor is escaped."""
+    line = json.dumps(values, ensure_ascii=False)
+    return line if line.isprintable() else json.dumps(values)
 
 
 def split_of(origin: bytes, holdout: float) -> int:
@@ -313,31 +341,84 @@ def split_of(origin: bytes, holdout: float) -> int:
     return HELD_OUT if int.from_bytes(origin[8:], "big") < holdout * 2**64 else TRAIN
 
 
-def _encode(
-    kept: list[Kept],
-    codec: Codec,
-    text: TextEncoder,
-    features: Features,
-    device: torch.device,
-    on_batch: Callable[[int], object],
-) -> dict[str, NDArray[Any]]:
-    """The columns that models make."""
-    parts: dict[str, list[Tensor]] = {"latents": [], "features": [], "tokens": []}
-    for batch in _chunks(kept, BATCH):
-        images = _tensor([one.picture.pixels for one in batch]).to(device)
+class Models(NamedTuple):
+    """What makes numbers of pictures and captions."""
+
+    codec: Codec
+    text: TextEncoder
+    features: Features
+    device: torch.device
+
+    @property
+    def batch(self) -> int:
+        """How many pictures go through at once; on a CPU, networks take them one by one in any case."""
+        slow = isinstance(self.codec, VAE) or not isinstance(self.features, Simple)
+        return SLOW_BATCH if slow and self.device.type == "cpu" else BATCH
+
+    def encode(self, batch: Sequence[Kept]) -> dict[str, Tensor]:
+        images = _tensor([one.picture.pixels for one in batch]).to(self.device)
         large = [one.picture.large for one in batch if one.picture.large is not None]
-        parts["latents"].append(codec.encode(images).half().cpu())
-        parts["features"].append(features.extract(_tensor(large).to(device) if large else images).half().cpu())
-        parts["tokens"].append(text.tokenize([one.reading.caption for one in batch]).to(torch.int32))
+        columns = {
+            "latents": self.codec.encode(images).half().cpu(),
+            "features": self.features.extract(_tensor(large).to(self.device) if large else images).half().cpu(),
+            "tokens": self.text.tokenize([one.reading.caption for one in batch]).to(torch.int32),
+        }
         for name in ("latents", "features"):
-            if not bool(torch.isfinite(parts[name][-1]).all()):
-                key = batch[0].reading.item.key
+            if not bool(torch.isfinite(columns[name]).all()):
+                key = shown(batch[0].reading.item.key)
                 raise InputError(f"the {name} of {key} and after are not finite in half precision: use another model")
-        on_batch(len(batch))
-    return {name: torch.cat(part).numpy() for name, part in parts.items() if part}
+        return columns
 
 
-def _write(path: Path, kept: list[Kept], rejected: list[str], columns: dict[str, NDArray[Any]]) -> None:
+class Making:
+    """A shard in the making: its rows are encoded as they come, and what is done is saved every now and then.
+
+    A run that goes on finds it in `part`, and encodes only what comes after.
+    """
+
+    def __init__(self, models: Models, part: Path, on_rows: Callable[[int], object]) -> None:
+        self.models, self.part, self.on_rows = models, part, on_rows
+        self.kept: list[Kept] = []
+        self._batches: list[dict[str, Tensor]] = []
+        self._num, self._saved = 0, time.monotonic()
+        self._stored: dict[str, Tensor] = {}
+        if part.exists():
+            with suppress(InputError):  # damaged: made anew
+                self._stored = read_tensors(part, "delete it")
+
+    def add(self, one: Kept) -> None:
+        self.kept.append(one)
+        if len(self.kept) - self._num == self.models.batch:
+            self._encode()
+
+    def finish(self) -> dict[str, NDArray[Any]]:
+        """The columns that models make."""
+        if len(self.kept) > self._num:
+            self._encode()
+        return {name: tensor.numpy() for name, tensor in self._columns().items() if name != "digest"}
+
+    def _columns(self) -> dict[str, Tensor]:
+        names = self._batches[0] if self._batches else ()
+        return {name: torch.cat([batch[name] for batch in self._batches]) for name in names}
+
+    def _encode(self) -> None:
+        start, end = self._num, len(self.kept)
+        batch = self.kept[start:end]
+        digest = torch.tensor([list(one.picture.digest) for one in batch], dtype=torch.uint8)
+        stored = {name: column[start:end] for name, column in self._stored.items()}
+        if stored and torch.equal(stored["digest"], digest):
+            self._batches.append(stored)
+        else:
+            self._batches.append({**self.models.encode(batch), "digest": digest})
+            if time.monotonic() - self._saved > SAVE_EVERY:
+                columns = self._columns()
+                write_whole(self.part, lambda staged: save_file(columns, staged))
+                self._saved = time.monotonic()
+        self._num = end
+        self.on_rows(end - start)
+
+
+def _write(path: Path, kept: list[Kept], rejected: list[str], columns: dict[str, NDArray[Any]]) -> str:
     columns |= {
         "split": np.array([one.split for one in kept], np.uint8),
         "digest": np.array([list(one.picture.digest) for one in kept], np.uint8).reshape(-1, 16),
@@ -350,7 +431,7 @@ def _write(path: Path, kept: list[Kept], rejected: list[str], columns: dict[str,
         "label": [one.reading.label for one in kept],
         "rejected": rejected,
     }
-    write_shard(path, columns, strings)
+    return write_shard(path, columns, strings)
 
 
 def _tensor(pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
@@ -362,6 +443,15 @@ def _rejected(out: Path) -> Iterator[str]:
     """A line of JSON for each item that was left out, from all shards."""
     for path in sorted((out / "shards").glob("*.safetensors")):
         yield from Shard(path).texts("rejected")
+
+
+def damage_in(out: Path) -> Iterator[str]:
+    """What a finished data set lacks, since an archive or a table of its source is damaged."""
+    with open_regular(out / "rejected.jsonl") as file:
+        for line in file:
+            if DAMAGED.encode() in line:
+                about = json.loads(line)
+                yield f"{about['key']}: {about['reason']}"
 
 
 def _write_lines(staged: Path, lines: Iterable[str]) -> None:
@@ -376,9 +466,8 @@ def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
         advice = (
             "add NAME.txt beside NAME.jpg, a metadata.jsonl, or --template 'a photo of a {label}' for class folders"
         )
-    return InputError(
-        f"none of the {faults.total()} pictures tried of {source.place} can be used, mostly: {fault}; {advice}"
-    )
+    tried = f"none of the {faults.total()} pictures tried of {source.place} can be used"
+    return InputError(f"{tried}, mostly: {printable(fault, 200)}; {advice}")
 
 
 def _save_whole(out: Path, part: Codec | TextEncoder) -> None:
@@ -414,7 +503,8 @@ def _shard_path(out: Path, number: int) -> Path:
     return out / "shards" / f"{number:05d}.safetensors"
 
 
-def _chunks(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def _runs(values: Iterable[Value], size: int) -> Iterator[Iterator[Value]]:
+    """The values in runs of `size`, each to be used up before the next."""
     iterator = iter(values)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
+    for first in iterator:
+        yield chain([first], islice(iterator, size - 1))

@@ -1,21 +1,24 @@
-"""A prepared data set on disk: shards of fixed-size rows in safetensors, memory-mapped.
+"""A prepared data set on disk: shards of fixed-size rows in safetensors.
 
     DATA/dataset.json              what it is: source, codec, text encoder, transform, counts
     DATA/vae/  DATA/text_encoder/  the codec and the text encoder themselves
     DATA/shards/00000.safetensors  rows, in the order of the source
+    DATA/shards/SHA256SUMS         of each shard, as `sha256sum -c` reads them
     DATA/rejected.jsonl            what was left out, and why
     DATA/clusters/03/...           the same rows by cluster, once partitioned (shards/ is then gone)
     DATA/clusters/partition.json   how; centroids.safetensors beside it
 
-A reader never loads a shard: it maps the file and touches the rows it is asked for.
+A reader never loads a shard: it reads the rows it is asked for. They are not mapped into memory, since a file that is
+cut short while it is mapped kills the process that reads it.
 """
 
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,61 +27,132 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from atoll.errors import InputError
-from atoll.files import read_json, write_whole
+from atoll.errors import InputError, shown
+from atoll.files import MAX_JSON, digest_of, known_digest, open_regular, read_bytes, read_json, reason_of, write_whole
+from atoll.tensors import Entry, check_memory, read_header
 
 FORMAT = 1
 TRAIN, HELD_OUT = 0, 1
 TEXTS = ("key", "caption", "label")
+SUMS = "SHA256SUMS"
+MAX_SIZE = 4096  # pixels of a side
+AGAIN = "copy it again from its source"
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
 
 
 class Shard:
-    """One file of rows. It is mapped into memory when a column is asked for, and a few hundred stay mapped."""
+    """One file of rows. It is opened when some are asked for, and a few hundred files stay open."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        self.path, self._root = path, root
         try:
-            with path.open("rb") as file:
-                start = 8 + int.from_bytes(file.read(8), "little")
-                end = file.seek(0, os.SEEK_END)
-                file.seek(8)
-                header = json.loads(file.read(min(start, end) - 8))
-            header.pop("__metadata__", None)
-            self._spans: dict[str, tuple[Any, list[int], int, int]] = {}
-            for name, entry in header.items():
-                first, last = (start + offset for offset in entry["data_offsets"])
-                if last > end:
-                    raise ValueError(f"{end} bytes, at least {last} expected")
-                self._spans[name] = (_DTYPES[entry["dtype"]], entry["shape"], first, last)
-            self.num_rows = int(self._spans["row"][1][0])
-            self._version = path.stat().st_mtime_ns
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
-            raise InputError(f"{path} is truncated or not a shard ({error}): copy it again from its source") from error
+            with open_regular(path, root) as file:
+                self._entries, _ = read_header(file)
+                self._version = _version(file.fileno())
+            self.num_rows = _num_rows(self._entries)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is truncated or not a shard ({reason_of(error)}): {AGAIN}") from error
 
     @property
     def names(self) -> list[str]:
         """The columns of fixed-size rows."""
-        return [name for name in self._spans if "." not in name]
+        return [name for name in self._entries if "." not in name]
+
+    def kind(self, name: str) -> tuple[Any, tuple[int, ...]]:
+        """The dtype of a column, and the shape of a row."""
+        if name not in self._entries:
+            raise InputError(f"{self.path} has no column {name!r}: {AGAIN}")
+        return _DTYPES[self._entries[name].dtype], self._entries[name].shape[1:]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        if name not in self._spans:
-            raise InputError(f"{self.path} has no column {name!r}: copy it again from its source")
-        dtype, shape, first, last = self._spans[name]
-        return _mapped(self.path, self._version)[first:last].view(dtype).reshape(shape)
+        """A whole column."""
+        dtype, _ = self.kind(name)
+        entry = self._entries[name]
+        check_memory(entry.end - entry.start, str(self.path))
+        return np.frombuffer(self._read(entry.start, entry.end), dtype).reshape(entry.shape)
+
+    def take(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Some rows of a column, each run of neighbours in one go; many are picked from the whole of it."""
+        if 2 * len(rows) >= self.num_rows:
+            return self[name][rows]
+        dtype, shape = self.kind(name)
+        entry = self._entries[name]
+        size = (entry.end - entry.start) // self.num_rows
+        found = np.empty((len(rows), *shape), dtype)
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
+        for first, last in zip(starts, [*starts[1:], len(rows)], strict=True):
+            begin = entry.start + int(rows[first]) * size
+            content = self._read(begin, begin + (last - first) * size)
+            found[first:last] = np.frombuffer(content, dtype).reshape(last - first, *shape)
+        return found
 
     def texts(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
         """Strings of a column, all of them or some."""
-        offsets, content = self[f"{column}.offsets"], self[f"{column}.bytes"]
-        chosen = range(len(offsets) - 1) if rows is None else rows
-        return [bytes(content[offsets[i] : offsets[i + 1]]).decode("utf-8", "replace") for i in chosen]
+        self.kind(f"{column}.bytes")
+        found, entry = self[f"{column}.offsets"], self._entries[f"{column}.bytes"]
+        if not len(found) or found[0] != 0 or found[-1] != entry.shape[0] or bool((np.diff(found) < 0).any()):
+            raise InputError(f"{self.path} has a {column} that begins where none can: {AGAIN}")
+        offsets, start = found.tolist(), entry.start
+        if rows is None:
+            content = self[f"{column}.bytes"].tobytes()
+            parts = [content[i:j] for i, j in pairwise(offsets)]
+        else:
+            parts = [self._read(start + offsets[i], start + offsets[i + 1]) for i in rows]
+        return [part.decode("utf-8", "replace") for part in parts]
+
+    def _read(self, start: int, end: int) -> bytes:
+        handle = _opened(self.path, self._root, self._version)
+        content = os.pread(handle.number, end - start, start)
+        while len(content) < end - start:  # the system gives at most 2 GB at once
+            more = os.pread(handle.number, end - start - len(content), start + len(content))
+            if not more:
+                raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
+            content += more
+        return content
+
+
+def _num_rows(entries: Mapping[str, Entry]) -> int:
+    """How many rows a shard has; raises ValueError unless all of its columns have as many."""
+    if "row" not in entries or entries["row"].dtype != "I64" or len(entries["row"].shape) != 1:
+        raise ValueError("it does not number its rows")
+    [num] = entries["row"].shape
+    for name, entry in entries.items():
+        part = name.partition(".")[2]
+        if part:  # strings, end to end, and where each begins
+            fits = len(entry.shape) == 1 and entry.dtype == {"bytes": "U8", "offsets": "I64"}.get(part)
+        else:
+            fits = entry.dtype in _DTYPES and entry.shape[:1] == (num,)
+        if not fits or (name.removesuffix(".offsets") in TEXTS and entry.shape != (num + 1,)):
+            raise ValueError(f"{shown(name)} is {entry.dtype} {shown(list(entry.shape))} in a shard of {num} rows")
+    return num
+
+
+def _version(handle: int) -> tuple[int, int, int]:
+    about = os.fstat(handle)
+    return about.st_size, about.st_mtime_ns, about.st_ino
+
+
+class _Handle:
+    """An open file; it is closed when nobody has it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
 @lru_cache(maxsize=256)
-def _mapped(path: Path, version: int) -> NDArray[np.uint8]:
-    """A map holds a file open, and 11 million pictures are 20,000 files: not all can be."""
-    del version  # a file that was written anew is mapped anew
-    return np.memmap(path, np.uint8, "r")
+def _opened(path: Path, root: Path | None, version: tuple[int, int, int]) -> _Handle:
+    """11 million pictures are 20,000 files: not all can be open."""
+    try:
+        with open_regular(path, root) as file:
+            handle = _Handle(os.dup(file.fileno()))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read any more ({reason_of(error)}): {AGAIN}") from error
+    if _version(handle.number) != version:
+        raise InputError(f"{path} has changed since it was opened: start again")
+    return handle
 
 
 class Column:
@@ -98,14 +172,19 @@ class Column:
         if self.order is not None:
             index = self.order[index]
         if index.ndim == 0:
-            part = int(np.searchsorted(self.ends, index, side="right"))
-            return self.shards[part][self.name][index - (self.ends[part - 1] if part else 0)]
-        first = self.shards[0][self.name]
-        out = np.empty((len(index), *first.shape[1:]), first.dtype)
+            found: NDArray[Any] = self._take(index[None])[0]
+            return found
+        return self._take(index)
+
+    def _take(self, index: NDArray[np.int64]) -> NDArray[Any]:
+        dtype, shape = self.shards[0].kind(self.name)
+        out = np.empty((len(index), *shape), dtype)
         owner = np.searchsorted(self.ends, index, side="right")
         for part in np.unique(owner):
-            mine = owner == part
-            out[mine] = self.shards[part][self.name][index[mine] - (self.ends[part - 1] if part else 0)]
+            shard, mine = self.shards[part], owner == part
+            if shard.kind(self.name) != (dtype, shape):
+                raise InputError(f"the {self.name} of {shard.path} are of another shape than before it: {AGAIN}")
+            out[mine] = shard.take(self.name, index[mine] - (self.ends[part - 1] if part else 0))
         return out
 
 
@@ -124,22 +203,22 @@ class Dataset:
         folder = Path(folder)
         about = read_json(folder / "dataset.json", "give a folder that `atoll prepare` has made")
         if about.get("format") != FORMAT:
-            raise InputError(f"{folder} has format {about.get('format')!r}, and this version of atoll reads {FORMAT}")
-        _check_described(folder, about)
-        if not about.get("complete"):
+            has = shown(about.get("format"))
+            raise InputError(f"{folder} has format {has}, and this version of atoll reads {FORMAT}")
+        if about.get("complete") is not True:
             raise InputError(f"{folder} is not finished: run the same `atoll prepare` command again to go on")
+        check_described(folder, about)
         if cluster is None:
             places = [folder / "shards"]
-            if (found := clusters_in(folder)) is not None:
-                places = sorted(p for p in found.iterdir() if p.is_dir())
+            if clusters_in(folder) is not None:
+                places = list(cluster_folders(folder).values())
         else:
-            found = clusters_in(folder) or folder / "clusters"
-            places = [found / f"{cluster:02d}"]
-            if not places[0].is_dir():
-                here = sorted(p.name for p in found.glob("[0-9]*"))
-                raise InputError(f"{folder} has no cluster {cluster}: there are {', '.join(here) or 'none yet'}")
-        paths = [path for place in places for path in sorted(place.glob("*.safetensors"))]
-        shards = [shard for shard in map(Shard, paths) if shard.num_rows]
+            here = cluster_folders(folder)
+            if cluster not in here:
+                names = ", ".join(path.name for path in here.values())
+                raise InputError(f"{folder} has no cluster {cluster}: there are {names or 'none yet'}")
+            places = [here[cluster]]
+        shards = [shard for place in places for shard in _open_shards(place, folder, partial)]
         data = cls(folder, about, shards, cluster)
         expected = about["counts"]["rows"]
         if cluster is None and not partial and len(data) != expected:
@@ -164,7 +243,7 @@ class Dataset:
     @cached_property
     def _order(self) -> NDArray[np.int64] | None:
         """Where each row of the source lies, if clusters have scattered them."""
-        rows = np.concatenate([np.array(shard["row"]) for shard in self.shards] or [np.empty(0, np.int64)])
+        rows = np.concatenate([shard["row"] for shard in self.shards] or [np.empty(0, np.int64)])
         return None if bool((np.diff(rows) > 0).all()) else np.argsort(rows, kind="stable")
 
     def texts(self, name: str, rows: Iterable[int] | None = None) -> list[str]:
@@ -183,15 +262,37 @@ class Dataset:
         return sum(shard.path.stat().st_size for shard in self.shards)
 
 
-def _check_described(folder: Path, about: Mapping[str, Any]) -> None:
-    """Whether a dataset.json says what all that reads it must know."""
-    needed = {"counts": dict, "source": dict, "settings": dict, "codec": dict, "text": dict, "features": dict}
-    for name, kind in {**needed, "latent_shape": list, "license": str}.items():
-        if not isinstance(about.get(name), kind):
-            raise InputError(f"{folder}/dataset.json has no {name!r} that can be read: copy it again from its source")
-    for part in ("codec", "text", "features"):
-        if not isinstance(about[part].get("fingerprint"), str):
-            raise InputError(f"{folder}/dataset.json does not say which {part} it is of: copy it again from its source")
+def check_described(folder: Path, about: Mapping[str, Any]) -> None:
+    """Whether a dataset.json says what all that reads it must know, in numbers that can be."""
+    count, word = range(1 << 48), str
+    model = {"spec": word, "fingerprint": word}
+    needed: dict[str, Any] = {
+        "counts": dict.fromkeys(("rows", "train", "held_out", "rejected"), count),
+        "source": {"name": word, "kind": word, "items": count},
+        "settings": {"size": range(1, MAX_SIZE + 1)},
+        "codec": model,
+        "text": {**model, "max_length": range(1, 65537)},
+        "features": model,
+        "license": word,
+        "latent_shape": list,
+    }
+    for name, kind in needed.items():
+        value = about.get(name)
+        if isinstance(kind, dict):
+            for key, wanted in kind.items():
+                if isinstance(value, dict) and not _is(value.get(key), wanted):
+                    has = shown(value.get(key))
+                    raise InputError(f"{folder}/dataset.json has {has} for the {key} of {name!r}: {AGAIN}")
+        if not _is(value, dict if isinstance(kind, dict) else kind):
+            raise InputError(f"{folder}/dataset.json has no {name!r} that can be read: {AGAIN}")
+    shape = about["latent_shape"]
+    if len(shape) != 3 or not all(_is(side, range(1, 65537)) for side in shape) or np.prod(shape, dtype=float) > 2**27:
+        raise InputError(f"{folder}/dataset.json has latents of shape {shown(shape)}: {AGAIN}")
+
+
+def _is(value: object, wanted: Any) -> bool:
+    """Whether a value is of a type, or an integer of a range."""
+    return type(value) is int and value in wanted if isinstance(wanted, range) else isinstance(value, wanted)
 
 
 def clusters_in(folder: Path) -> Path | None:
@@ -199,14 +300,64 @@ def clusters_in(folder: Path) -> Path | None:
     return next((p for p in (folder / "clusters", folder / "clusters.old") if p.is_dir()), None)
 
 
-def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, Sequence[str]]) -> None:
-    """Write a shard so that it is there whole or not at all."""
+def cluster_folders(folder: Path) -> dict[int, Path]:
+    """The folders of the clusters that are here, by number."""
+    found = clusters_in(folder)
+    paths = sorted(found.iterdir()) if found is not None else []
+    return {int(p.name): p for p in paths if re.fullmatch(r"[0-9]{2,9}", p.name) and p.is_dir()}
+
+
+def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
+    """The shards of a folder that have rows, after a look whether each is what was written."""
+    paths = sorted(place.glob("*.safetensors"))
+    sums = _read_sums(place, root)
+    if sums is not None and not partial and (missing := sums.keys() - {path.name for path in paths}):
+        raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
+    shards = [Shard(path, root) for path in paths]
+    for path in paths:
+        try:
+            right = sums is None or known_digest(path, root) == sums.get(path.name)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({reason_of(error)}): {AGAIN}") from error
+        if not right:
+            raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
+    return [shard for shard in shards if shard.num_rows]
+
+
+def _read_sums(place: Path, root: Path) -> dict[str, str] | None:
+    """The SHA-256 of each shard of a folder; None for those that were written when none were noted."""
+    try:
+        lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
+        found = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
+        return {line[2]: line[1] for line in found if line} if all(found) else {}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{place / SUMS} cannot be read ({reason_of(error)}): {AGAIN}") from error
+
+
+def write_sums(place: Path, sums: Mapping[str, str]) -> None:
+    """Note the SHA-256 of each shard of a folder."""
+    content = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    write_whole(place / SUMS, lambda staged: staged.write_text(content, encoding="ascii"))
+
+
+def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, Sequence[str]]) -> str:
+    """Write a shard so that it is there whole or not at all; returns its SHA-256."""
     tensors = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     for name, strings in texts.items():
         encoded = [text.encode("utf-8", "replace") for text in strings]
         tensors[f"{name}.bytes"] = np.frombuffer(b"".join(encoded), np.uint8).copy()
         tensors[f"{name}.offsets"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    write_whole(path, lambda staged: save_file(tensors, staged))
+    digest = ""
+
+    def write(staged: Path) -> None:
+        nonlocal digest
+        save_file(tensors, staged)
+        digest = digest_of(staged)
+
+    write_whole(path, write)
+    return digest
 
 
 def regroup(
@@ -248,13 +399,16 @@ def _write_clusters(
     bar = tqdm(total=len(data), desc="regroup", unit=" images", disable=not progress, leave=False)
     for cluster in range(num_clusters):
         mine = np.flatnonzero(cluster_of == cluster)
-        (staged / f"{cluster:02d}").mkdir(parents=True)
+        place, sums = staged / f"{cluster:02d}", dict[str, str]()
+        place.mkdir(parents=True)
         for number, start in enumerate(range(0, len(mine), rows_a_shard)):
             rows = mine[start : start + rows_a_shard]
-            write_shard(
-                staged / f"{cluster:02d}" / f"{number:05d}.safetensors",
+            path = place / f"{number:05d}.safetensors"
+            sums[path.name] = write_shard(
+                path,
                 {name: column[rows] for name, column in columns.items()},
                 {name: data.texts(name, rows) for name in TEXTS},
             )
             bar.update(len(rows))
+        write_sums(place, sums)
     bar.close()

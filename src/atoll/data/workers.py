@@ -5,11 +5,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing import get_context
 
 from atoll.data.images import Transform
@@ -20,38 +20,37 @@ AT_A_TIME = 32  # items handed to a process
 
 
 class Readers:
-    """Reads chunks of items, by this process alone or by others that are one chunk ahead of it."""
+    """Reads items, by this process alone or by others that are some pieces ahead of it."""
 
-    def __init__(self, transform: Transform, pool: ProcessPoolExecutor | None) -> None:
+    def __init__(self, transform: Transform, pool: ProcessPoolExecutor | None, ahead: int = 1) -> None:
         self._read = partial(read_items, transform=transform)
-        self._pool = pool
+        self._pool, self._ahead = pool, ahead
 
-    def read(self, items: list[Item]) -> list[Reading]:
-        return next(self.read_all([items]))
-
-    def read_all(self, chunks: Iterable[list[Item]]) -> Iterator[list[Reading]]:
-        """What became of the items of each chunk."""
+    def read_all(self, items: Iterable[Item]) -> Iterator[Reading]:
+        """What became of each item, in their order."""
+        source = iter(items)
+        pieces = iter(lambda: list(islice(source, AT_A_TIME)), [])
         if self._pool is None:
-            yield from map(self._read, chunks)
+            yield from chain.from_iterable(map(self._read, pieces))
             return
-        ahead: deque[Iterator[list[Reading]]] = deque()
-        for chunk in chunks:
-            parts = [chunk[i : i + AT_A_TIME] for i in range(0, len(chunk), AT_A_TIME)]
-            ahead.append(self._pool.map(self._read, parts))
-            if len(ahead) > 1:
-                yield list(chain.from_iterable(ahead.popleft()))
-        yield from (list(chain.from_iterable(done)) for done in ahead)
+        ahead: deque[Future[list[Reading]]] = deque()
+        for piece in pieces:
+            ahead.append(self._pool.submit(self._read, piece))
+            if len(ahead) > self._ahead:
+                yield from ahead.popleft().result()
+        for future in ahead:
+            yield from future.result()
 
 
 @contextmanager
-def readers(num_workers: int, transform: Transform) -> Iterator[Readers]:
-    """Readers with num_workers processes, or with none but this."""
+def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[Readers]:
+    """Readers with num_workers processes that read some `num_ahead` items ahead, or with none but this."""
     if num_workers < 1:
         yield Readers(transform, None)
         return
     try:
         with ProcessPoolExecutor(num_workers, get_context("spawn"), _follow, (os.getpid(),)) as pool:
-            yield Readers(transform, pool)
+            yield Readers(transform, pool, max(num_workers, num_ahead // AT_A_TIME))
     except BrokenProcessPool as error:
         raise InputError(
             "a process that reads pictures was killed, most likely for lack of memory: "
