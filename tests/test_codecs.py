@@ -244,6 +244,31 @@ class TestVAE:
         assert asked == ["vae", None]
         assert (place.path, place.subfolder) == ("someone/vae", "")
 
+    @pytest.mark.parametrize("shards", [False, True])
+    def test_all_of_it_from_the_hub(self, kl, tmp_path, monkeypatch, shards):
+        """Its files are checked where the hub keeps them, before diffusers sees them."""
+        from diffusers import AutoencoderKL
+
+        kept = tmp_path / "models--someone--vae" / "snapshots" / "1"
+        size = "100KB" if shards else "1GB"
+        AutoencoderKL.from_pretrained(kl).save_pretrained(kept, max_shard_size=size)
+        asked = []
+
+        def download(repo: str, file: str, subfolder: str | None) -> str:
+            asked.append(file)
+            if subfolder or not (kept / file).exists():
+                raise pretrained.LocalEntryNotFoundError("no such file")
+            return str(kept / file)
+
+        monkeypatch.setattr(pretrained, "hf_hub_download", download)
+        found, local = make_codec("vae:someone/vae").describe(), make_codec(f"vae:{kl}").describe()
+        assert found["fingerprint"] == local["fingerprint"]
+        assert found["spec"] == "vae:someone/vae"
+        assert {path.name for path in kept.glob("*.safetensors")} <= set(asked)
+        for path in kept.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+        self.refused("someone/vae", "someone/vae has no whole AutoencoderKL in safetensors")
+
     def test_fingerprint_covers_weights_settings_and_dtype(self, broken):
         prints = {make_codec(f"vae:{broken}").describe()["fingerprint"]}
         prints.add(make_codec(f"vae:{broken}", dtype=torch.bfloat16).describe()["fingerprint"])
@@ -344,6 +369,7 @@ class TestVAE:
         (tmp_path / "new").write_text("")
         for path in (tmp_path / "vae").iterdir():
             assert path.stat().st_mode == (tmp_path / "new").stat().st_mode, path
+        assert str(kl) not in (tmp_path / "vae" / "config.json").read_text()  # whose folder it was is nobody's business
 
     def test_weights_are_not_mapped(self, broken):
         """Cutting the file short afterwards kills no process, and the weights stay what they were."""

@@ -239,8 +239,8 @@ class TestDino:
     def test_weights_are_not_mapped(self, dino, tmp_path):
         shutil.copytree(dino, tmp_path, dirs_exist_ok=True)
         features = make_features(f"dino:{tmp_path}")
-        mapped = [line for line in Path("/proc/self/maps").read_text().split("\n") if str(tmp_path) in line]
-        assert not mapped
+        maps = Path("/proc/self/maps")
+        assert not maps.exists() or str(tmp_path) not in maps.read_text()
         assert all(weight.data_ptr() % 64 == 0 for weight in features.model.parameters())
 
     def test_without_transformers(self, dino, monkeypatch):

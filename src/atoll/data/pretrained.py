@@ -126,6 +126,8 @@ def load_model(cls: Any, place: Place, dtype: torch.dtype, spare: str = "") -> n
             _check_fit(cls, place, folder, entries)
             model, info = cls.from_pretrained(str(folder), use_safetensors=True, output_loading_info=True)
             model = model.to(dtype).eval().requires_grad_(False)
+        if hasattr(model, "register_to_config"):  # diffusers would write the path of this machine into every copy
+            model.register_to_config(_name_or_path=public_spec(f"vae:{place.path}").removeprefix("vae:"))
     except InputError:
         raise
     except Exception as error:  # what a damaged config makes these libraries raise is anything
