@@ -14,6 +14,7 @@ from PIL import Image
 from atoll.cli.main import main
 from atoll.data import shards
 from atoll.data.shards import Dataset
+from test_sources import png, write_tar
 
 COLUMNS = ("latents", "tokens", "features", "split", "digest", "row")
 
@@ -177,6 +178,28 @@ class TestAssign:
         assert "was made by random, without centroids" in message
         assert "give the clusters folder" in refused(capsys, "assign", tmp_path / "more", "--to", tmp_path)
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("codec", 1),
+            ("text", None),
+            ("latent_shape", "\x1b[2J"),
+            ("metric", ["x"]),
+            ("metric", "\x1b[2J"),
+            ("fine", {}),
+        ],
+    )
+    def test_a_partition_of_anyone(self, key, value, data, prepared, tmp_path, capsys):
+        run("partition", data, "--experts", 2)
+        path = data / "clusters" / "partition.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+        shutil.copytree(prepared, tmp_path / "more")
+        if key == "fine":  # says how it was made, and is used for nothing
+            run("assign", tmp_path / "more", "--to", data / "clusters")
+            return
+        message = refused(capsys, "assign", tmp_path / "more", "--to", data / "clusters")
+        assert "\x1b" not in message
+
 
 class TestInspect:
     def test_it_tells_and_draws(self, data, capsys):
@@ -190,6 +213,25 @@ class TestInspect:
         assert "clusters  2:" in capsys.readouterr().out
         assert (data / "other.png").exists()
         assert "cannot write" in refused(capsys, "inspect", data, "--sheet", data / "clusters")
+
+    def test_what_strangers_wrote(self, data, capsys):
+        """Names and reasons do not move the cursor, and folders that are no clusters are none."""
+        about = json.loads((data / "dataset.json").read_text())
+        about["source"]["name"] = about["license"] = "\x1b[2Jx\u202ey\x9b"
+        (data / "dataset.json").write_text(json.dumps(about))
+        (data / "rejected.jsonl").write_text(json.dumps({"key": "a", "reason": "\x1b[31mred"}) + "\n")
+        run("inspect", data)
+        told = capsys.readouterr().out
+        assert "\\x1b[31mred" in told
+        assert not {"\x1b", "\u202e", "\x9b"} & set(told)
+        for line in ("{", "[]", '{"reason": 1}' * 2, "[" * 2000):
+            (data / "rejected.jsonl").write_text(line)
+            run("inspect", data)
+            assert "rejected.jsonl cannot be read" in capsys.readouterr().out
+        run("partition", data, "--experts", 2)
+        (data / "clusters" / "0abc").mkdir()
+        run("inspect", data)
+        assert "clusters  2:" in capsys.readouterr().out
 
 
 class TestCommandLine:
@@ -220,6 +262,18 @@ class TestCommandLine:
         run("partition", data, "--experts", 2)
         with pytest.raises(shards.InputError, match="has no cluster 7: there are 00, 01"):
             Dataset.open(data, 7)
+
+    def test_damage_is_told(self, tmp_path, capsys):
+        """Of ten pictures in an archive that was cut short, four are left: nobody should have to look for that."""
+        files = {f"{i}.{kind}": png(i) if kind == "png" else "c" for i in range(10) for kind in ("png", "txt")}
+        path = write_tar(tmp_path / "a\x1b[2J.tar", files)
+        path.write_bytes(path.read_bytes()[: 4 * 3 * 1024])
+        run("prepare", path, "--size", 16, "--workers", 0, "--codec", "pixels", "--out", tmp_path / "d")
+        told = capsys.readouterr()
+        assert "the archive is damaged after this point" in told.err
+        assert "1 rejected" in told.out
+        assert "\x1b[2J" not in told.err.replace("\x1b[A", "")
+        assert (tmp_path / "d" / "rejected.jsonl").read_text().rstrip("\n").isprintable()
 
     def test_the_command_itself(self, tmp_path):
         """As installed: quick to help, and its progress is not in what it prints."""

@@ -1,6 +1,7 @@
 """Clusters: k-means beside scikit-learn, bounded reading, the cap on sizes, and every mistake a user can make."""
 
 import itertools
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -436,6 +437,7 @@ def test_a_damaged_file(stored):
         ({"fine_centroids": tensors["fine_centroids"] * torch.nan}, "not finite"),
         ({"fine_centroids": tensors["fine_centroids"][:-1].clone()}, "do not fit"),
         ({"coarse_of_fine": tensors["coarse_of_fine"] - 1}, "from 0"),
+        ({"coarse_of_fine": tensors["coarse_of_fine"] + 2**60}, "fine centroids cannot make"),  # a table of means
         ({"another": torch.zeros(1)}, "does not hold the centroids"),
     ):
         stored.write_bytes(whole)
@@ -443,6 +445,28 @@ def test_a_damaged_file(stored):
         with pytest.raises(InputError, match=message) as caught:
             Centroids.load(stored)
         assert str(stored) in str(caught.value)
+    for about in ("[" * 100_000, "[1]", "7", '{"format": 1, "metric": ["cosine"]}', '{"format": NaN}'):
+        save_file(tensors, stored, metadata={"atoll": about})
+        with pytest.raises(InputError, match=re.escape(str(stored))):
+            Centroids.load(stored)
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_is_none(stored):
+    stored.rename(stored.parent / "elsewhere")
+    os.mkfifo(stored)
+    with pytest.raises(InputError, match="it is a FIFO"):
+        Centroids.load(stored)
+    stored.unlink()
+    stored.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="it is a link that leaves its folder"):
+        Centroids.load(stored)
+
+
+def test_a_label_as_long_as_a_book():
+    """Beside 100,000 short ones, each of which would take as much memory."""
+    labels = ["a", "b"] * 50_000 + ["c" * 10_000_000]
+    assert torch.bincount(by_label(labels, 3)).tolist() == [50_000, 50_000, 1]
 
 
 # Mistakes

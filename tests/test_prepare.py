@@ -237,6 +237,48 @@ class TestSameBytes:
         subprocess.run([*command, str(out)], check=True, timeout=120)
         assert contents(out) == contents(tmp_path / "whole")
 
+    def test_after_kills_within_a_shard(self, kl, tmp_path, monkeypatch):
+        """With a codec that takes seconds for a picture, a shard takes long: what is done of it is not lost."""
+        source, settings = Source("shapes", num=40, size=32), Settings(size=32, codec=f"vae:{kl}")
+        make(tmp_path / "whole", source, settings)
+        assert not list((tmp_path / "whole" / "shards").glob(".*"))
+        monkeypatch.setattr(module, "SAVE_EVERY", -1.0)
+        encode, encoded, stop_after = module.Models.encode, [], [0]
+
+        def count_and_stop(self, batch):
+            if len(encoded) == stop_after[0]:
+                raise KeyboardInterrupt
+            encoded.append(len(batch))
+            return encode(self, batch)
+
+        monkeypatch.setattr(module.Models, "encode", count_and_stop)
+        for number in (0, 3, 7):
+            stop_after[0] = number
+            with pytest.raises(KeyboardInterrupt):
+                make(tmp_path / "killed", source, settings)
+        part = tmp_path / "killed" / "shards" / ".00000.part"
+        content = part.read_bytes()
+        stop_after[0] = -1
+        make(tmp_path / "killed", source, settings)
+        assert encoded == [4] * 10  # each picture once
+        assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+        for damaged in (content[:-7], b"", content.replace(b"digest", b"digesx")):
+            path = tmp_path / "killed" / "dataset.json"
+            path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+            (tmp_path / "killed" / "shards" / "00000.safetensors").unlink()
+            part.write_bytes(damaged)
+            make(tmp_path / "killed", source, settings)
+            assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+    def test_the_bar_moves_from_the_first_picture(self, kl, tmp_path, monkeypatch):
+        moves = []
+        update = module.tqdm.update
+        monkeypatch.setattr(module.tqdm, "update", lambda bar, n=1: (moves.append(n), update(bar, n))[1])
+        settings = Settings(size=32, codec=f"vae:{kl}")
+        prepare(Source("shapes", num=20, size=32), tmp_path / "d", settings, 0, progress=True)
+        assert sum(moves) == 20
+        assert max(moves) <= 4
+
 
 def _group_alive(group: int) -> bool:
     try:

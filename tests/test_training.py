@@ -1,13 +1,17 @@
 """Experts and routers as a user trains them: by the command, on data from disk, killed and started again."""
 
+import functools
+import inspect
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atoll.cli.main import main
+import atoll
+from atoll.cli.main import VERBS, main
 from atoll.data.clusters import partition
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
@@ -31,7 +36,7 @@ from atoll.training import router as router_module
 from atoll.training.expert import train_expert
 from atoll.training.journal import read_metrics
 from atoll.training.router import calibration_error, fit_temperature, train_router
-from atoll.training.settings import ExpertSettings, RouterSettings
+from atoll.training.settings import ExpertSettings, RouterSettings, read_recipe, recipe_names
 from test_loop import figures
 
 QUICK = ExpertSettings(
@@ -50,7 +55,8 @@ def data(tmp_path_factory) -> Path:
 
 
 def copy_of(data: Path, out: Path) -> Path:
-    shutil.copytree(data, out)
+    """A copy whose shards may be changed: without the sums that would tell."""
+    shutil.copytree(data, out, ignore=shutil.ignore_patterns("SHA256SUMS"))
     return out
 
 
@@ -69,6 +75,7 @@ def flags(**changes: object) -> list[str]:
 
 
 class TestKilled:
+    @pytest.mark.timeout(600)  # seven processes, one after the other: half a minute on an idle machine
     @pytest.mark.parametrize(
         "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "router"))]
     )
@@ -82,7 +89,7 @@ class TestKilled:
         kills = 0
         while kills < 5:
             process = alone(*verb, "--out", cut, *flags(**changes))
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             steps = len(read_metrics(cut))
             while len(read_metrics(cut)) <= steps and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)  # until it trains: its start takes longer than its training
@@ -117,7 +124,7 @@ class TestKilled:
             time.sleep(0.02)
             assert process.poll() is None
         process.terminate()
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate()
         assert process.returncode == 0, out
         assert "told to stop, saved at step" in out
         assert "Traceback" not in out
@@ -311,7 +318,9 @@ class TestRouter:
         assert len(held_out["accuracy_by_t"]) == 5
         assert router.card["temperature"] > 0
         assert held_out["loss"] <= held_out["loss_at_temperature_1"] + 0.05
-        assert any("calibration error" in line for line in told)
+        assert [line for line in told if "centroids" in line] == [told[-4]]  # the last lines are the router's own
+        assert told[-3].startswith("router, trained: ")
+        assert f"temperature {router.card['temperature']:.3f}" in told[-1]
 
     def test_blind(self, data, tmp_path):
         settings = RouterSettings(model="xs/1", steps=5, batch=16, text=False)
@@ -488,15 +497,180 @@ class TestCommand:
 
     def test_train_all(self, data, tmp_path, capsys):
         chosen = ["train-all", str(data), "--objectives", "1ddpm:2fm", "--router", "--out", str(tmp_path / "run")]
+        chosen += ["--router.model", "xs/1", "--router.steps", "4", "--router.no-text"]
         main([*chosen, *flags(steps=10, **{"sample-every": 0})])
         told = capsys.readouterr().out
         assert "4 of 4 are trained" in told
+        settings = [
+            json.loads((tmp_path / "run" / name / "run.json").read_text())["settings"]
+            for name in ("expert_0", "router")
+        ]
+        assert [each["steps"] for each in settings] == [10, 4]
+        assert [each["batch"] for each in settings] == [
+            16,
+            RouterSettings().batch,
+        ]  # flags without router. are experts'
+        assert settings[1]["text"] is False
         kinds = [Expert.load(tmp_path / "run" / f"expert_{k}").objective.prediction for k in range(3)]
         assert kinds == ["eps", "velocity", "velocity"]
         Router.from_pretrained(tmp_path / "run" / "router")
         with pytest.raises(SystemExit):
             main(["train-all", str(data), "--objectives", "fm", "--out", str(tmp_path / "run"), *flags(steps=10)])
         assert "was begun with objective 'ddpm', not 'fm'" in capsys.readouterr().err
+
+    def test_flags_of_the_experts_leave_the_router_of_a_recipe_alone(self, tmp_path, monkeypatch):
+        recipe = tmp_path / "r.toml"
+        recipe.write_text("seed = 5\n[expert]\nsteps = 4\n[router]\nsteps = 3\nlr = 0.5\n")
+        found = []
+        monkeypatch.setitem(VERBS, "train-all", listen(VERBS["train-all"], found))
+        common = ["train-all", "data", "--out", "run", "--recipe", str(recipe)]
+        for more in (["--steps", "70", "--router"], ["--router", "--router.steps", "9"], []):
+            main([*common, *more])
+        kept = [(each["settings"], each["router_settings"], each["router"]) for each in found]
+        assert [(expert.steps, router.steps, router.lr, router.seed, flag) for expert, router, flag in kept] == [
+            (70, 3, 0.5, 5, True), (4, 9, 0.5, 5, True), (4, 3, 0.5, 5, False)]  # fmt: skip
+
+    def test_recipes_that_come_with_atoll(self, tmp_path, monkeypatch, capsys):
+        """By name from any folder; a path is a file."""
+        monkeypatch.chdir(tmp_path)
+        assert recipe_names() == ["laptop", "paper", "reproduce", "reproduce_paper"]
+        assert read_recipe("laptop", RouterSettings).model == "64x3"
+        for name in recipe_names():
+            read_recipe(name, ExpertSettings)
+        (tmp_path / "mine.toml").write_text("steps = 7")
+        assert read_recipe("mine.toml", ExpertSettings).steps == 7
+        with pytest.raises(SystemExit):
+            main(["train", "data", "--out", "run", "--recipe", "recipes/laptop.toml"])
+        assert (
+            "there is no recipe 'recipes/laptop.toml': did you mean 'laptop'? give the path of a TOML file, or one of "
+            "those that come with atoll: laptop, paper, reproduce, reproduce_paper" in capsys.readouterr().err
+        )
+
+    @pytest.mark.parametrize(
+        ("make", "sentence"),
+        [
+            (os.mkfifo, "it is a FIFO"),
+            (lambda path: path.symlink_to("/proc/self/environ"), "it is a link that leaves its folder"),
+            (lambda path: path.touch() or os.truncate(path, 1 << 40), "it is larger than"),
+            (lambda path: path.write_text("a = " + "[" * 20_000), "cannot read the recipe"),
+            (lambda path: path.write_text("steps = " + "9" * 4000), "steps must be at most"),
+            (lambda path: path.write_text('"\\u001b[2J" = 1'), "unknown key"),
+            (lambda path: path.write_text(".".join("a" * 20_000) + " = 1"), "unknown key"),
+        ],
+    )
+    def test_recipes_of_strangers(self, tmp_path, capsys, make, sentence):
+        make(tmp_path / "r.toml")
+        with pytest.raises(SystemExit):
+            main(["train", "data", "--recipe", str(tmp_path / "r.toml"), "--out", str(tmp_path / "a")])
+        told = capsys.readouterr().err
+        assert sentence in told
+        assert "\x1b" not in told
+        assert len(told) < 1000
+
+    def test_what_reaches_the_terminal(self, monkeypatch, capsys):
+        def fail(**_):
+            warnings.warn("a caption says \x1b[2J", stacklevel=1)
+            raise InputError("\x1b]0;title\x07 is wrong: " + "x" * 10**6)
+
+        monkeypatch.setitem(VERBS, "demo", fail)
+        with pytest.raises(SystemExit) as stop:
+            main(["demo"])
+        told = capsys.readouterr().err
+        assert stop.value.code == 2
+        assert told.startswith("atoll: a caption says \\x1b[2J\natoll: \\x1b]0;title\\x07 is wrong: xxx")
+        assert len(told) < 3000
+
+    def test_version_and_interruption(self, monkeypatch, capsys):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        main(["--version"])
+        assert capsys.readouterr().out == f"atoll {atoll.__version__}\n"
+        monkeypatch.setitem(VERBS, "demo", interrupt)
+        with pytest.raises(SystemExit) as stop:
+            main(["demo"])
+        assert stop.value.code == 130
+        assert capsys.readouterr().err == "atoll: interrupted: rerun the same command to resume\n"
+
+
+def listen(command, found):
+    """A command with the same flags that only tells how it was called."""
+
+    @functools.wraps(command)
+    def told(*args, **kwargs):
+        call = inspect.signature(command).bind(*args, **kwargs)
+        call.apply_defaults()
+        found.append(call.arguments)
+
+    return told
+
+
+class TestFirstWeights:
+    """`train-all --init`: to the bit what `train --init` makes of each expert."""
+
+    @pytest.fixture(scope="class")
+    def pretrained(self, data, tmp_path_factory) -> Path:
+        """Two networks with other weights, the second with a size of its own."""
+        folder = tmp_path_factory.mktemp("pretrained")
+        for seed, (name, model) in enumerate((("a", "xs/1"), ("b", "64x3/1"))):
+            train_expert(data, None, replace(QUICK, steps=2, model=model, seed=seed), folder / name, progress=False)
+        return folder
+
+    @pytest.mark.parametrize("how", ["all", "by number"])
+    def test_all_experts_at_once(self, data, pretrained, tmp_path, how, capsys):
+        a, b = pretrained / "a", pretrained / "b"
+        init = str(a) if how == "all" else f"1={b},0={a}"
+        inits = [a, a, a] if how == "all" else [a, b, None]
+        few = flags(steps=4, model="mini", **{"sample-every": 0, "log-every": 4, "save-every": 4, "eval-every": 4})
+        main(["train-all", str(data), "--init", init, "--out", str(tmp_path / "run"), *few])
+        assert "3 of 3 are trained" in capsys.readouterr().out
+        for k, first in enumerate(inits):
+            expected = tmp_path / f"alone_{k}"
+            more = [] if first is None else ["--init", str(first)]
+            main(["train", str(data), "--cluster", str(k), *more, "--out", str(expected), *few])
+            made = tmp_path / "run" / f"expert_{k}"
+            assert (made / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+            card = json.loads((made / "config.json").read_text())
+            assert (card["init"] or {}).get("name") == (None if first is None else first.name)
+
+    def test_a_plan(self, data, pretrained, tmp_path, capsys):
+        out = tmp_path / "run"
+        how = ["--init", f"0={pretrained / 'b'}", "--objectives", "1ddpm:2fm", "--router", "--router.model", "xs/1"]
+        main(["train-all", str(data), *how, "--at-a-time", "2", "--dry-run", "--out", str(out), *flags(model="mini")])
+        head, *rows, total = capsys.readouterr().out.splitlines()
+        assert head.split() == ["objective", "steps", "batch", "parameters", "memory", "first", "weights"]
+        cells = [row.split() for row in rows]
+        assert [row[:4] for row in cells[:3]] == [["expert", str(k), kind, "120"] for k, kind in
+                                                  enumerate(("ddpm", "fm", "fm"))]  # fmt: skip
+        assert [row[-1] for row in cells] == [str(pretrained / "b"), "random", "random", "random"]
+        assert cells[3][:4] == ["router", "clusters", str(RouterSettings().steps), str(RouterSettings().batch)]
+        assert cells[0][5] != cells[1][5] == cells[2][5]  # parameters
+        assert re.fullmatch(r"2 at a time: \d+\.?\d* [MG]B of memory in all", total)
+        sizes = sorted(float(row[6]) * {"MB": 1, "GB": 1000}[row[7]] for row in cells[:3])
+        found = float(total.split()[4]) * {"MB": 1, "GB": 1000}[total.split()[5]]
+        assert found >= 0.98 * sum(sizes[-2:])
+        assert not out.exists()
+
+    def test_refused_before_anything_starts(self, data, tmp_path, capsys):
+        for more in ([], ["--dry-run"]):
+            with pytest.raises(SystemExit):
+                main(["train-all", str(data), "--init", "*=nowhere", "--out", str(tmp_path / "run"), *more])
+            assert "--init nowhere is not a folder" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("latent_space", []), ("latent_space", {"codec": 3}), ("text_encoder", None), ("license", {})],
+    )
+    def test_a_card_of_a_stranger(self, data, pretrained, tmp_path, key, value):
+        copied = copy_of(pretrained / "a", tmp_path / "init")
+        card = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps({**card, key: value}))
+        if key == "license":
+            train_expert(data, 0, replace(QUICK, steps=2), tmp_path / "a", init=copied, progress=False)
+            return
+        with pytest.raises(InputError, match="init describes its .*: copy it again from its source"):
+            train_expert(data, 0, QUICK, tmp_path / "a", init=copied, progress=False)
 
 
 class TestBadData:

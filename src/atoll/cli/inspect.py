@@ -23,10 +23,11 @@ def inspect(
     from atoll.data.overview import describe, draw_sheet
     from atoll.data.shards import Dataset
     from atoll.data.sheets import save_picture
+    from atoll.errors import printable
 
     dataset = Dataset.open(data, partial=True)
     for line in describe(dataset):
-        print(line)
+        print(printable(line))
     path = sheet or data / "sheet.png"
     save_picture(draw_sheet(dataset, seed), path)
     print(f"contact sheet: {path}")

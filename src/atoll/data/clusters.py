@@ -1,5 +1,6 @@
 """From a data set to its clusters: `atoll partition` and `atoll assign`."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from atoll.data.codecs import load_codec
 from atoll.data.pretrained import check_same
 from atoll.data.shards import Dataset, regroup
 from atoll.data.sheets import cluster_map, contact_sheet, decode_rows, flat_map, is_quick, save_picture
-from atoll.errors import InputError, unknown
+from atoll.errors import InputError, printable, shown, unknown
 from atoll.files import alone, read_json, write_json
 from atoll.partition.assign import Centroids, Progress, assign, by_label, by_random, measure
 from atoll.partition.kmeans import hierarchical
@@ -65,23 +66,24 @@ def partition(
 def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -> list[str]:
     """Place another data set into the clusters of an existing partition."""
     existing = Path(existing)
-    made = read_json(existing / "partition.json", "give the clusters folder of a partitioned data set")
-    if not (existing / "centroids.safetensors").exists():
-        raise InputError(
-            f"the partition in {existing} was made by {made.get('method')}, without centroids to assign by"
-        )
+    advice = "give the clusters folder of a partitioned data set"
+    made = read_json(existing / "partition.json", advice)
+    kept = {key: made.get(key) for key in ("method", "seed", "metric", "fine", "cap")}
+    if not os.path.lexists(existing / "centroids.safetensors"):
+        by = printable(str(kept["method"]), 60)
+        raise InputError(f"the partition in {existing} was made by {by}, without centroids to assign by")
     centroids = Centroids.load(existing / "centroids.safetensors")
+    if not all(isinstance(made.get(part), dict) for part in MODELS) or kept["metric"] != centroids.metric:
+        raise InputError(f"{existing / 'partition.json'} does not describe the centroids beside it: {advice}")
     with alone(Path(folder)), _bar(progress) as show:
         data = Dataset.open(folder)
         for part in MODELS:
             check_same(made[part], data.about[part], part)
-        if made["latent_shape"] != data.about["latent_shape"]:
-            raise InputError(
-                f"latents are {data.about['latent_shape']}, there {made['latent_shape']}: prepare with its --size"
-            )
+        shape = data.about["latent_shape"]
+        if made.get("latent_shape") != shape:
+            raise InputError(f"latents are {shape}, there {shown(made.get('latent_shape'))}: prepare with its --size")
         labels = assign(data.column("features"), centroids, progress=show)
-        kept = {key: made[key] for key in ("method", "seed", "metric", "fine", "cap")}
-        return _write(data, labels, centroids.num_clusters, centroids, kept, made["metric"], progress)
+        return _write(data, labels, centroids.num_clusters, centroids, kept, centroids.metric, progress)
 
 
 def _write(
@@ -116,7 +118,7 @@ def _write(
     score = "none" if quality.silhouette is None else f"{quality.silhouette:.3f}"
     folder = data.folder
     return [
-        f"{folder}: {num_clusters} clusters by {made['method']}, silhouette {score}",
+        f"{folder}: {num_clusters} clusters by {printable(str(made['method']), 60)}, silhouette {score}",
         *lines,
         f"look: {folder / 'clusters' / 'map.png'} and sheet.png in each cluster",
         f"to train cluster 0 elsewhere, copy {folder}/{{{', '.join([*parts, 'clusters/00'])}}}",

@@ -1,17 +1,18 @@
 """What a data set holds, in a few lines and one picture: `atoll inspect`."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from atoll.data.shards import Dataset, clusters_in
+from atoll.data.shards import Dataset, cluster_folders
 from atoll.data.sheets import contact_sheet, decode_rows
+from atoll.files import open_regular, parse_json, reason_of
 
 ON_A_SHEET = 96
+MAX_LINE = 1 << 20  # bytes of a line of rejected.jsonl
 
 
 def describe(data: Dataset) -> Iterator[str]:
@@ -30,18 +31,28 @@ def describe(data: Dataset) -> Iterator[str]:
     yield f"  on disk   {size / 1e6:.1f} MB, {size / len(data):.0f} bytes a picture"
     yield f"  license   {about['license']}"
     yield f"  rejected  {counts['rejected']}"
-    reasons = Counter[str]()
-    with suppress(FileNotFoundError), (data.folder / "rejected.jsonl").open(encoding="utf-8") as file:
-        for line in file:
-            reasons[json.loads(line)["reason"].split(" (")[0]] += 1
-    for reason, num in reasons.most_common(8):
+    for reason, num in _reasons(data.folder).most_common(8):
         yield f"            {num:7} {reason}"
-    clusters = sorted(found.glob("[0-9]*")) if (found := clusters_in(data.folder)) else []
+    clusters = cluster_folders(data.folder)
     if clusters:
-        sizes = ", ".join(str(len(Dataset.open(data.folder, int(cluster.name)))) for cluster in clusters)
+        sizes = ", ".join(str(len(Dataset.open(data.folder, cluster))) for cluster in clusters)
         yield f"  clusters  {len(clusters)}: {sizes}"
     for caption in data.texts("caption", range(min(3, len(data)))):
         yield f"  caption   {''.join(filter(str.isprintable, caption[:100]))}"
+
+
+def _reasons(folder: Path) -> Counter[str]:
+    """How many pictures were left out for what reason."""
+    reasons = Counter[str]()
+    try:
+        with open_regular(folder / "rejected.jsonl") as file:
+            while line := file.readline(MAX_LINE):
+                reasons[str(parse_json(line)["reason"]).split(" (")[0][:200]] += 1
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reasons[f"of them: rejected.jsonl cannot be read ({reason_of(error)})"] += 1
+    return reasons
 
 
 def draw_sheet(data: Dataset, seed: int = 0) -> Image.Image:

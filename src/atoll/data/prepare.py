@@ -384,7 +384,8 @@ class Making:
         self._stored: dict[str, Tensor] = {}
         if part.exists():
             with suppress(InputError):  # damaged: made anew
-                self._stored = read_tensors(part, "delete it")
+                stored = read_tensors(part, "delete it")
+                self._stored = stored if stored.keys() == {"latents", "features", "tokens", "digest"} else {}
 
     def add(self, one: Kept) -> None:
         self.kept.append(one)
@@ -399,7 +400,7 @@ class Making:
 
     def _columns(self) -> dict[str, Tensor]:
         names = self._batches[0] if self._batches else ()
-        return {name: torch.cat([batch[name] for batch in self._batches]) for name in names}
+        return {name: torch.cat([batch[name] for batch in self._batches]).contiguous() for name in names}
 
     def _encode(self) -> None:
         start, end = self._num, len(self.kept)

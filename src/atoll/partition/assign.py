@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.errors import InputError, unknown
-from atoll.files import write_whole
+from atoll.files import parse_json, write_whole
+from atoll.tensors import TensorFile
 
 CHUNK = 4096  # rows read at once; fixed, so that no result depends on it
 METRICS = ("euclidean", "cosine")
@@ -55,6 +55,8 @@ class Centroids:
             raise InputError("the fine centroids hold values that are not finite numbers: compute them again")
         if self.coarse_of_fine.dtype != torch.int64 or int(self.coarse_of_fine.min()) < 0:
             raise InputError("coarse_of_fine must hold cluster numbers (int64, from 0): compute the centroids again")
+        if int(self.coarse_of_fine.max()) >= len(self.fine):
+            raise InputError(f"{len(self.fine)} fine centroids cannot make {self.num_clusters} clusters: use others")
 
     @property
     def num_clusters(self) -> int:
@@ -69,15 +71,14 @@ class Centroids:
     @classmethod
     def load(cls, path: str | Path) -> "Centroids":
         """Read what `save` wrote, checked."""
-        try:
-            with safe_open(path, "pt") as file:
-                about = json.loads((file.metadata() or {}).get("atoll", "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError as error:
-            raise InputError(f"{path} is missing: give the centroids file that `atoll partition` wrote") from error
-        except (OSError, SafetensorError, ValueError) as error:
-            raise InputError(f"{path} is truncated or not a safetensors file ({error}): copy it again") from error
-        if set(tensors) != {"fine_centroids", "coarse_of_fine"} or about.get("format") != FORMAT:
+        advice = "give the centroids file that `atoll partition` wrote"
+        with TensorFile(Path(path), advice) as file:
+            tensors = file.read() if file.entries.keys() == {"fine_centroids", "coarse_of_fine"} else {}
+            try:
+                about = parse_json(file.metadata.get("atoll", "{}").encode())
+            except ValueError:
+                about = None
+        if not tensors or not isinstance(about, dict) or about.get("format") != FORMAT:
             raise InputError(f"{path} does not hold the centroids of a partition in format {FORMAT}: give another file")
         try:
             return cls(tensors["fine_centroids"], tensors["coarse_of_fine"], about.get("metric", ""))
@@ -218,7 +219,11 @@ def _mix(values: "np.ndarray[Any, np.dtype[np.uint64]]") -> "np.ndarray[Any, np.
 
 def by_label(labels: Sequence[int] | Sequence[str] | Any, k: int, *, cap: float | None = None) -> Tensor:
     """The cluster of each row [N] from its label: one for each label in sorted order, or k balanced groups."""
-    names, of_row, sizes = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
+    values = np.asarray(labels).tolist() if not isinstance(labels, list | tuple) else labels
+    names = sorted(set(values))  # np.unique would make all of them as long as the longest
+    number = {name: i for i, name in enumerate(names)}
+    of_row = np.fromiter((number[value] for value in values), np.int64, len(values))
+    sizes = np.bincount(of_row)
     check_k(k, len(of_row))
     if k > len(names):
         raise InputError(f"there are only {len(names)} labels for {k} clusters: ask for at most {len(names)}")
@@ -239,7 +244,7 @@ def by_label(labels: Sequence[int] | Sequence[str] | Any, k: int, *, cap: float 
                 f"set cap to {-(-most * k * 100 // len(of_row)) / 100:g}, or cluster by k-means"
             )
         of_name = packed
-    return torch.from_numpy(of_name)[torch.from_numpy(of_row.reshape(-1))]
+    return torch.from_numpy(of_name)[torch.from_numpy(of_row)]
 
 
 def pack(sizes: Sequence[int], costs: Any, capacity: int, *, start: Any = None) -> Any:
