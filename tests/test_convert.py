@@ -449,6 +449,14 @@ class TestExport:
             theirs = model(x, text, timestep=TIMES, return_dict=False)[0]
             torch.testing.assert_close(theirs, ours(x, TIMES, text), rtol=0, atol=1e-5)
 
+    @pytest.mark.parametrize("objective", [["fm"], {"prediction": "\x1b[2J" * 10**5}])
+    def test_cards_of_strangers(self, tmp_path, objective):
+        dit = self.expert()
+        dit.card = {"objective": objective, "license": "\x1b[2J" * 10**5}
+        dit.save_pretrained(tmp_path / "expert")
+        told = export(tmp_path / "expert", tmp_path / "out")
+        assert all(line.isprintable() and len(line) < 1000 for line in told)
+
     def test_learned_positions(self, tmp_path):
         dit = self.expert()
         dit.positions.data += 0.1

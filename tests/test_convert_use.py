@@ -258,6 +258,22 @@ class TestParis:
         with pytest.raises(InputError, match="--heads is 8, but the config of .* says 4"):
             convert(paris / "expert_0", Wanted(num_heads=8))
 
+    def test_parts_that_are_links(self, paris, tmp_path):
+        (paris / "expert_1").rename(tmp_path / "elsewhere")
+        (paris / "expert_1").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(InputError, match="expert_1 cannot be read .it is a link that leaves its folder"):
+            assemble_paris(paris, tmp_path / "model")
+
+    def test_objectives_of_any_type(self, paris):
+        path = paris / "expert_0" / "config.json"
+        about = json.loads(path.read_text())
+        for value in (["fm"], {"a": 1}, "\x1b[2J" * 10**5):
+            path.write_text(json.dumps({**about, "objective": value}))
+            with pytest.raises(InputError, match="objective in the config of .* which is not known") as caught:
+                convert(paris / "expert_0")
+            assert str(caught.value).isprintable()
+            assert len(str(caught.value)) < 1000
+
     def test_what_to_do_next(self, paris, tmp_path, capsys):
         main(["convert", str(paris / "router"), "--out", str(tmp_path / "router")])
         assert "next: atoll assemble EXPERT ... --router" in capsys.readouterr().out
