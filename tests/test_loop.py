@@ -10,9 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig
+from atoll.tensors import TensorFile
 from atoll.training import loop, state
 from atoll.training.journal import Journal, read_metrics
 from atoll.training.loop import Order, mixed_seed, seeded, train
@@ -211,6 +213,19 @@ class TestResume:
         assert toy.calls == 8
         assert weights(tmp_path / "a") == weights(tmp_path / "whole")
 
+    def test_more_steps_of_a_decay_are_refused_in_words(self, tmp_path):
+        """Its rates depend on how many steps it has: longer, it would be another run from its first step on."""
+        cosine = replace(TOY, lr_schedule="cosine")
+        run(tmp_path / "a", cosine)
+        sentence = (
+            r"was begun with 12 steps of cosine decay, whose rate at a step depends on their number, so it cannot be "
+            r"resumed with 20: give the same --steps, or another --out, with --init .*a to begin from its weights$"
+        )
+        with pytest.raises(InputError, match=sentence):
+            run(tmp_path / "a", replace(cosine, steps=20))
+        toy, _ = run(tmp_path / "a", cosine)
+        assert toy.calls == 0
+
     def test_the_default_warm_up_does_not_come_back(self, tmp_path):
         run(tmp_path / "a", replace(TOY, steps=40))
         run(tmp_path / "a", replace(TOY, steps=400, eval_every=400))
@@ -269,7 +284,7 @@ class TestResume:
 
     def test_another_run_is_refused(self, tmp_path):
         run(tmp_path / "a")
-        with pytest.raises(InputError, match=r"was begun with lr 0.001, not 0.01: give the same command to go on"):
+        with pytest.raises(InputError, match=r"was begun with lr 0.001, not 0.01: rerun the same command to resume"):
             run(tmp_path / "a", replace(TOY, lr=1e-2))
 
     def test_a_damaged_state_gives_way_to_the_one_before(self, tmp_path, capsys):
@@ -278,7 +293,7 @@ class TestResume:
         last = tmp_path / "a" / "state" / "000000008.safetensors"
         last.write_bytes(last.read_bytes()[:-100])
         toy, _ = run(tmp_path / "a", replace(TOY, steps=12))
-        assert "damaged" in capsys.readouterr().err
+        assert "000000008.safetensors is truncated" in capsys.readouterr().err
         assert toy.calls == 8
         assert weights(tmp_path / "a") != b""
 
@@ -291,6 +306,76 @@ class TestResume:
         journal = Journal(tmp_path, 4)
         journal.write({"step": 5})
         assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 5]
+
+
+class TestStrangers:
+    """A run that somebody else has begun is resumed as data: it reads and writes nothing beyond its folder."""
+
+    @pytest.fixture
+    def begun(self, tmp_path):
+        run(tmp_path / "a", replace(TOY, steps=4))
+        return tmp_path / "a"
+
+    @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "log.txt", "state/000000004.safetensors"])
+    def test_a_fifo(self, begun, name):
+        (begun / name).unlink(missing_ok=True)
+        os.mkfifo(begun / name)
+        with pytest.raises(InputError, match=r"is not one of a run's own files \(it is a FIFO"):
+            run(begun)
+
+    @pytest.mark.parametrize("name", ["metrics.jsonl", ".run.json.tmp", "samples", "state", "state/.000000005.tmp"])
+    def test_a_link_to_something_else(self, begun, tmp_path, name):
+        target = tmp_path / "precious"
+        if name in ("samples", "state"):
+            shutil.rmtree(begun / name, ignore_errors=True)
+            target.mkdir()
+        else:
+            (begun / name).unlink(missing_ok=True)
+            target.write_text("mine")
+        (begun / name).symlink_to(target)
+        with pytest.raises(InputError, match="it is a link that leaves its folder"):
+            run(begun)
+        assert not list(target.iterdir()) if target.is_dir() else target.read_text() == "mine"
+
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({"progress": "[" * 10**5}, "damaged"),
+            ({"progress": '{"step": 1000000000}'}, "is of step 1000000000"),
+            ({"progress": '{"step": 4, "loss_sum": NaN}'}, "NaN"),
+            ({"progress": '{"step": 4, "updates": -1}'}, "must not be negative"),
+            ({"progress": '{"step": 4, "\\u001b[2J": 1}'}, "unknown key"),
+            ({"format": "\x1b]0;x\x07" * 1000}, "has format"),
+        ],
+    )
+    def test_the_progress_in_a_state(self, begun, changes, sentence):
+        path = begun / "state" / "000000004.safetensors"
+        with TensorFile(path, "") as file:
+            tensors, about = file.read(), file.metadata
+        save_file(tensors, path, {**about, **changes})
+        (begun / "state" / "000000000.safetensors").unlink()
+        with pytest.raises(InputError, match=sentence) as error:
+            run(begun)
+        assert "\x1b" not in str(error.value)
+        assert len(str(error.value)) < 1000
+
+    def test_a_state_of_another_type(self, begun):
+        path = begun / "state" / "000000004.safetensors"
+        with TensorFile(path, "") as file:
+            tensors, about = file.read(), file.metadata
+        save_file({name: tensor.double() for name, tensor in tensors.items()}, path, about)
+        (begun / "state" / "000000000.safetensors").unlink()
+        with pytest.raises(InputError, match=r"is F64 .*, not torch.float32"):
+            run(begun)
+
+    def test_metrics_without_end(self, begun):
+        (begun / "metrics.jsonl").write_text("[" * 10**6 + "\n")
+        toy, _ = run(begun)
+        assert toy.finished == 1
+        with (begun / "metrics.jsonl").open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(InputError, match="metrics.jsonl .*it is larger than"):
+            read_metrics(begun)
 
 
 class TestTrouble:
@@ -407,7 +492,7 @@ class TestSettings:
         ("name", "value"),
         [("steps", 0), ("batch", -1), ("lr", math.nan), ("lr", -1.0), ("ema", 1.5), ("precision", "fp8"),
          ("lr_schedule", "linear"), ("seed", -1), ("micro_batch", 0), ("clip", 0.0), ("text_dropout", 2.0),
-         ("beta2", 1.0), ("threads", 10**9), ("batch", 10**12)],
+         ("beta2", 1.0), ("threads", 10**9), ("batch", 10**12), ("steps", 10**400), ("lr", 10**400)],
     )  # fmt: skip
     def test_refused(self, name, value):
         with pytest.raises(InputError, match=name):

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.data.prepare import Settings as PrepareSettings
+from atoll.data.prepare import prepare
+from atoll.data.sources import Source
 from atoll.errors import InputError
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.presets import preset
@@ -159,10 +162,20 @@ def test_saving_counts_only_where_it_is_more_than_an_update():
     assert Memory(**parts, saving=50).total == 90
 
 
-def test_extra_is_added():
+def test_what_never_learns_is_added_and_what_draws_counts_where_it_is_more_than_an_update():
     config = CONFIGS["expert"]
     plain = predict(config, SETTINGS, text_length=LENGTH, base=1000)
-    assert predict(config, SETTINGS, text_length=LENGTH, base=1000, extra=500).total == plain.total + 500
+    assert predict(config, SETTINGS, text_length=LENGTH, base=1000, frozen=500).total == plain.total + 500
+    assert predict(config, SETTINGS, text_length=LENGTH, base=1000, drawing=500).total == plain.total
+    assert predict(config, SETTINGS, text_length=LENGTH, base=1000, drawing=10**12).total > 10**12
+
+
+def test_what_was_there_before_does_not_count_as_soon_as_there_is_a_view_of_it():
+    weight = torch.zeros(1000, 1000)
+    with Storages() as watch:
+        part = weight[:10].T
+        made = part + 1
+    assert watch.peak == made.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -259,4 +272,34 @@ def test_a_training_process_takes_what_was_predicted(options, report):
     report(
         f"peak memory of a training process, predicted / measured{' with checkpointing' * bool(options)}: {ratio:.2f}"
     )
+    assert abs(ratio - 1) <= 0.15
+
+
+PEAK = """
+import sys
+from atoll.cli.main import main
+from atoll.training.memory import peak_resident
+main(sys.argv[1:])
+print(peak_resident())
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("codec", ["pca", "vae"])
+def test_a_run_that_draws_samples_takes_what_was_predicted(codec, kl, tmp_path, report):
+    """Held-out figures and a grid of samples included; a VAE loads libraries of its own."""
+    spec = "pca" if codec == "pca" else f"vae:{kl}"
+    prepare(Source("avatars", num=200, size=64), tmp_path / "data", PrepareSettings(size=64, codec=spec), 0,
+            progress=False)  # fmt: skip
+    how = ["--model", "xs/2", "--batch", "16", "--steps", "8", "--sample-every", "4", "--eval-every", "4"]
+    common = ["train", str(tmp_path / "data"), *how, "--out", str(tmp_path / "run")]
+
+    def ask(*more):
+        done = subprocess.run([sys.executable, "-c", PEAK, *common, *more], check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    line = next(line.split() for line in ask("--dry-run") if line.split()[:1] == ["peak"])
+    predicted = float(line[1]) * {"MB": 1e6, "GB": 1e9}[line[2]]
+    ratio = predicted / int(ask()[-1])
+    report(f"peak memory of a run that draws samples by a {codec} codec, predicted / measured: {ratio:.2f}")
     assert abs(ratio - 1) <= 0.15

@@ -3,9 +3,9 @@
 import functools
 import inspect
 import json
+import os
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +13,11 @@ from atoll.cli.main import VERBS, main
 from atoll.errors import InputError
 from atoll.evaluation.evaluate import Sampling
 from atoll.evaluation.paper_scale import tell_commands
-from atoll.evaluation.reproduce import Recipe, reproduce
+from atoll.evaluation.reproduce import Recipe, copy_folder, reproduce
 from atoll.evaluation.studies import COUNTS, NAMES, get_study, parts_of
 from atoll.evaluation.tables import render_results
 
-PAPER = Path(__file__).parents[1] / "recipes" / "reproduce_paper.toml"
+PAPER = "reproduce_paper"
 RECIPE = """
 batch = 16
 lr = 1e-3
@@ -169,9 +169,8 @@ class TestPaperScale:
         assert 0.8 * least < float(expert[7]) < 3 * least, expert
 
     def test_nothing_is_done(self, tmp_path, capsys, monkeypatch):
-        recipe = PAPER.resolve()
         monkeypatch.chdir(tmp_path)
-        main(["reproduce", "table1", "--scale", "paper", "--recipe", str(recipe)])
+        main(["reproduce", "table1", "--scale", "paper"])
         assert "atoll train data_kmeans_8 --cluster 7" in capsys.readouterr().out
         assert not list(tmp_path.iterdir())
 
@@ -197,7 +196,7 @@ def _listen(command, verb, found):
         ("guidance = nan", "guidance must be above 0 and finite"),
         ('ddpm_weighting = "foo"', "unknown weighting 'foo'"),
         ("num_experts = 3", "a batch of 16 cannot be shared by 3 experts"),
-        ("[data]\nsize = 4", "size must be at least 8 pixels"),
+        ("[data]\nsize = 4", "size must be .* 8 .*pixels"),
         ('[expert]\nweighting = "min-snr"', "weighting in .* is chosen by each comparison: leave it out"),
     ],
 )
@@ -215,6 +214,26 @@ def test_a_wrong_recipe_is_refused_before_anything_is_done(wrong, words, tmp_pat
     with pytest.raises(InputError, match=words):
         reproduce(["table4"], "shapes", tmp_path / "out", Recipe.read(path), progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_data_of_strangers_are_copied_without_what_is_not_theirs(tmp_path):
+    data = tmp_path / "data"
+    (data / "vae").mkdir(parents=True)
+    (data / "vae" / "config.json").write_text("{}")
+    (data / "clusters").mkdir()
+    copy_folder(data, tmp_path / "copy", ("clusters",))
+    assert [str(path.relative_to(tmp_path / "copy")) for path in sorted((tmp_path / "copy").rglob("*"))] == [
+        "vae", "vae/config.json"]  # fmt: skip
+    (tmp_path / "secret").write_text("key")
+    for name, make in (
+        ("link", lambda path: path.symlink_to(tmp_path / "secret")),
+        ("fifo", os.mkfifo),
+        ("circle", lambda path: path.symlink_to(data)),
+    ):
+        make(data / "vae" / name)
+        with pytest.raises(OSError, match="link|FIFO"):
+            copy_folder(data, tmp_path / name, ())
+        (data / "vae" / name).unlink()
 
 
 def test_no_data(recipe, tmp_path, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 def demo(out: Path = Path("demo"), compare: bool = False, quick: bool = False) -> None:
     """Show it all on this machine: data, experts in isolation, one model, samples, figures and a report.
 
-    Interrupted, the same command goes on.
+    Interrupted, rerun the same command to resume.
 
     For example:
       atoll demo

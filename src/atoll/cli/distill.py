@@ -15,12 +15,12 @@ def distill(
     settings: Annotated[DistillSettings, tyro.conf.arg(name="")],
     init: Path | None = None,
     allow_missing: bool = False,
-    recipe: Path | None = None,
+    recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
     """Teach one dense model what an ensemble knows, so that sampling costs as much as one model.
 
-    Interrupted, the same command goes on. The result is an expert like any other, of all of the data.
+    Interrupted, rerun the same command to resume. The result is an expert like any other, of all of the data.
 
     For example:
       atoll distill model data --student b/2 --out dense
@@ -36,7 +36,8 @@ def distill(
         init: A folder with first weights: an expert of the teacher, or what `atoll convert` has made.
         allow_missing: Do without experts that the teacher lacks: pictures of their clusters are left out, or what the
             router gives to them goes to the others.
-        recipe: A TOML file with settings in a table [student]; flags win over it.
+        recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
+            [student]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
     from atoll.training.distill import distill as train_student

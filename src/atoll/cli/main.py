@@ -5,11 +5,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import tyro
 
+from atoll import __version__
 from atoll.cli.assemble import assemble
 from atoll.cli.assign import assign
 from atoll.cli.convert import convert
@@ -25,7 +25,7 @@ from atoll.cli.sample import sample
 from atoll.cli.train import train
 from atoll.cli.train_all import train_all
 from atoll.cli.train_router import train_router
-from atoll.errors import InputError
+from atoll.errors import InputError, printable
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
 
 VERBS: dict[str, Callable[..., Any]] = {
@@ -45,16 +45,19 @@ VERBS: dict[str, Callable[..., Any]] = {
     "reproduce": reproduce,
     "demo": demo,
 }
-SETTINGS: dict[str, type[Settings]] = {
-    "train": ExpertSettings,
-    "train-router": RouterSettings,
-    "train-all": ExpertSettings,
-    "distill": DistillSettings,
+SETTINGS: dict[str, dict[str, type[Settings]]] = {
+    "train": {"settings": ExpertSettings},
+    "train-router": {"settings": RouterSettings},
+    "train-all": {"settings": ExpertSettings, "router_settings": RouterSettings},
+    "distill": {"settings": DistillSettings},
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
+    if given == ["--version"]:
+        print(f"atoll {__version__}")
+        return
     try:
         with plain_warnings():
             tyro.extras.subcommand_cli_from_dict(
@@ -65,10 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
                 sort_subcommands=False,
             )
     except InputError as error:
-        print(f"atoll: {error}", file=sys.stderr)
+        print(printable(f"atoll: {error}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("atoll: interrupted; give the same command to go on", file=sys.stderr)
+        print("atoll: interrupted: rerun the same command to resume", file=sys.stderr)
         sys.exit(130)
 
 
@@ -82,7 +85,7 @@ def plain_warnings() -> Iterator[None]:
     ) -> None:
         if str(message) not in told:
             told.add(str(message))
-            print(f"\ratoll: {message}" if sys.stderr.isatty() else f"atoll: {message}", file=sys.stderr)
+            print("\r" * sys.stderr.isatty() + printable(f"atoll: {message}"), file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
@@ -93,21 +96,21 @@ def plain_warnings() -> Iterator[None]:
 def _verbs(given: list[str]) -> dict[str, Callable[..., Any]]:
     """The verbs, those that take settings with the recipe's values as their defaults: so flags win over it."""
     verbs = dict(VERBS)
-    for name, cls in SETTINGS.items():
+    for name, wanted in SETTINGS.items():
         recipe = _recipe(given) if given[:1] == [name] else None
-        default = cls() if recipe is None else read_recipe(recipe, cls)
-        verbs[name] = partial(VERBS[name], settings=default)
+        defaults = {key: cls() if recipe is None else read_recipe(recipe, cls) for key, cls in wanted.items()}
+        verbs[name] = partial(VERBS[name], **defaults)
     return verbs
 
 
-def _recipe(given: list[str]) -> Path | None:
+def _recipe(given: list[str]) -> str | None:
     for i, argument in enumerate(given):
         flag, equals, value = argument.partition("=")
         if flag == "--recipe":
             if equals:
-                return Path(value)
+                return value
             if i + 1 < len(given):
-                return Path(given[i + 1])
+                return given[i + 1]
     return None
 
 

@@ -10,14 +10,14 @@ def reproduce(
     what: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")],
     data: str | None = None,
     scale: Literal["laptop", "paper"] = "laptop",
-    recipe: Path | None = None,
+    recipe: str | None = None,
     seeds: int | None = None,
     out: Path = Path("reproduced"),
 ) -> None:
     """Repeat the papers' comparisons: train, sample and measure all that they need, at equal budget.
 
-    Parts that several comparisons share are trained once. Interrupted, the same command goes on; with more seeds or
-    other comparisons it does only what is missing.
+    Parts that several comparisons share are trained once. Interrupted, rerun the same command to resume; with
+    more seeds or other comparisons it does only what is missing.
 
     For example:
       atoll reproduce table1 table3 table4 --data fashion-mnist --out fashion
@@ -33,8 +33,8 @@ def reproduce(
             fashion-mnist, mnist, cifar-10, emoji, or a built-in one: avatars, shapes, digits.
         scale: laptop does it; paper prints the commands at the papers' scale and the hardware they need, and does
             nothing else.
-        recipe: A TOML file with the settings of training and, in [study], how large the comparisons are; by default
-            recipes/reproduce.toml, or recipes/reproduce_paper.toml for the papers' scale.
+        recipe: One that comes with atoll or a TOML file, with the settings of training and, in [study], how large the
+            comparisons are; by default reproduce, or reproduce_paper for the papers' scale.
         seeds: Of training, in place of the recipe's.
         out: The folder for all that is made, results.json, results.md and pictures of each comparison.
     """
@@ -46,7 +46,7 @@ def reproduce(
 
     if not what:
         raise InputError("there is nothing to reproduce: name a comparison, such as table1")
-    recipe = recipe or Path("recipes", "reproduce.toml" if scale == "laptop" else "reproduce_paper.toml")
+    recipe = recipe or ("reproduce" if scale == "laptop" else "reproduce_paper")
     found = Recipe.read(recipe)
     if seeds is not None:
         found = replace(found, plan=replace(found.plan, seeds=seeds))

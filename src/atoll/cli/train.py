@@ -14,17 +14,18 @@ def train(
     settings: Annotated[ExpertSettings, tyro.conf.arg(name="")],
     cluster: str = "all",
     init: Path | None = None,
-    recipe: Path | None = None,
+    recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train an expert on one cluster, or with --cluster all the monolith. Interrupted, the same command goes on.
+    """Train an expert on one cluster, or with --cluster all the monolith.
 
-    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder need be there.
+    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder need be there. Interrupted, rerun
+    the same command to resume.
 
     For example:
       atoll train data --cluster 3 --objective ddpm --model xl/2 --out expert_3
       atoll train data --cluster all --steps 20000 --batch 256 --out monolith
-      atoll train data --cluster 0 --recipe recipes/laptop.toml --lr 5e-4 --out expert_0
+      atoll train data --cluster 0 --recipe laptop --lr 5e-4 --out expert_0
       atoll train data --cluster 0 --model xl/2 --dry-run --out expert_0
       accelerate launch --num_processes 4 -m atoll.cli.main train data --cluster 3 --out expert_3
 
@@ -34,7 +35,8 @@ def train(
         settings: How to train.
         cluster: The number of a cluster, or all.
         init: A folder with first weights: another expert, or what `atoll convert` has made.
-        recipe: A TOML file with settings in a table [expert]; flags win over it.
+        recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
+            [expert]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
     from atoll.training.expert import preview_expert, train_expert

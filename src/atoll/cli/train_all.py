@@ -5,41 +5,52 @@ from typing import Annotated
 
 import tyro
 
-from atoll.training.settings import ExpertSettings
+from atoll.training.settings import ExpertSettings, RouterSettings
 
 
 def train_all(
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
     out: Path,
     settings: Annotated[ExpertSettings, tyro.conf.arg(name="")],
+    router_settings: Annotated[RouterSettings, tyro.conf.arg(name="router")],
     objectives: str | None = None,
     experts: str = "all",
+    init: str | None = None,
     router: bool = False,
     at_a_time: int | None = None,
-    recipe: Path | None = None,
+    recipe: str | None = None,
+    dry_run: bool = False,
 ) -> None:
-    """Train all experts of a partition on one machine, a process each. Interrupted, the same command goes on.
+    """Train all experts of a partition on one machine, a process each. Interrupted, rerun the same command to resume.
 
     As many run at a time as the machine has GPUs, or cores if it has none. One that crashes is started again from its
     last state; the others do not notice.
 
     For example:
       atoll train-all data --objectives 2ddpm:6fm --steps 2000 --out run
-      atoll train-all data --objectives 0=ddpm,3=ddpm,*=fm --recipe recipes/laptop.toml --router --out run
+      atoll train-all data --objectives 0=ddpm,3=ddpm,*=fm --recipe laptop --router --router.steps 500 --out run
+      atoll train-all data --init pretrained --dry-run --out run
       atoll train-all data --experts 0,2 --out run
 
     Args:
         data: A folder that `atoll prepare` and `atoll partition` have made.
         out: The folder to make: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
-        settings: How to train each.
+        settings: How to train each expert.
+        router_settings: How to train the router, if it is trained.
         objectives: Which expert gets which objective: one name for all, 2ddpm:6fm for the first two and the other six,
             or 0=ddpm,3=ddpm,*=fm by number; --objective for all by default.
         experts: Which experts to train: all, or numbers such as 0,2.
-        router: Train the router too, as one more process; its settings are the recipe's, or else the experts'.
+        init: A folder with first weights for all experts (another expert, or what `atoll convert` has made), or
+            0=FOLDER,*=FOLDER by number; experts that are not named begin from random weights.
+        router: Train the router too, as one more process; --router.steps and so on are its settings.
         at_a_time: How many to train at a time.
-        recipe: A TOML file with settings in tables [expert] and [router]; flags win over it.
+        recipe: One that comes with atoll, such as laptop, or a TOML file: settings of the experts in its table
+            [expert], of the router in [router], of both above them; flags win over it.
+        dry_run: Print what each would be trained with, the memory it needs and how many run at a time, and stop.
     """
-    from atoll.training.everyone import train_everyone
+    from atoll.training.everyone import preview_everyone, train_everyone
 
-    told = train_everyone(data, out, settings, objectives, experts, router, at_a_time, recipe)
+    del recipe  # read before the flags were: main.py
+    do = preview_everyone if dry_run else train_everyone
+    told = do(data, out, settings, objectives, experts, init, router_settings if router else None, at_a_time)
     print(*told, sep="\n")

@@ -13,7 +13,7 @@ def train_router(
     out: Path,
     settings: Annotated[RouterSettings, tyro.conf.arg(name="")],
     method: str = "network",
-    recipe: Path | None = None,
+    recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
     """Train the router, which tells from a noisy latent and the text whose cluster it is of.
@@ -28,7 +28,8 @@ def train_router(
         out: The folder to make: the router, its metrics and the state to resume from.
         settings: How to train.
         method: network, or centroids for a router that needs no training.
-        recipe: A TOML file with settings in a table [router]; flags win over it.
+        recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
+            [router]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
     from atoll.errors import InputError, unknown

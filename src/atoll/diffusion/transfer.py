@@ -76,10 +76,16 @@ class Calibration:
         if not 1 <= num_bins <= len(x0):
             raise InputError(f"num_bins must lie between 1 and the {len(x0)} samples there are, but is {num_bins}")
         centre = mean if towards is None else towards
-        truth, guess = ((values.double() - centre).flatten(1) for values in (x0, x0_hat))
+        return cls.from_products(*products(x0, x0_hat, centre), log_snr, mean, num_bins)
+
+    @classmethod
+    def from_products(
+        cls, dots: Tensor, squares: Tensor, log_snr: Tensor, mean: Tensor, num_bins: int
+    ) -> "Calibration":
+        """From `products` of each sample: two numbers in the place of two latents."""
         levels, gains = [], []
         for rows in torch.argsort(log_snr).tensor_split(num_bins):
-            gain = (truth[rows] * guess[rows]).sum() / (guess[rows] ** 2).sum().clamp_min(1e-30)
+            gain = dots[rows].sum() / squares[rows].sum().clamp_min(1e-30)
             levels.append(log_snr[rows].double().mean())
             gains.append(gain.clamp(0, 1))
         return cls(torch.stack(levels).float(), torch.stack(gains).float(), mean)
@@ -101,6 +107,12 @@ class Calibration:
             known = torch.lerp(gains[right - 1], gains[right], share)
         noisier, cleaner = torch.exp((log_snr - levels[0]).clamp(max=0)), torch.exp((levels[-1] - log_snr).clamp(max=0))
         return (1 - (1 - known) * cleaner) * noisier
+
+
+def products(x0: Tensor, x0_hat: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """<x0 - m, x0_hat - m> and |x0_hat - m|^2 of each sample, in float64: all that a regression needs of them."""
+    truth, guess = ((values.double() - centre).flatten(1) for values in (x0, x0_hat))
+    return (truth * guess).sum(1), (guess**2).sum(1)
 
 
 @dataclass(frozen=True)

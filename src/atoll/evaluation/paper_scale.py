@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from atoll.evaluation.evaluate import Sampling
@@ -29,7 +28,7 @@ STATE, FINAL = 16, 4  # bytes a parameter: weights, their average and two moment
 FEATURE_DIM = 1024  # of DINOv2 large
 
 
-def tell_commands(names: Sequence[str], recipe: Recipe, path: Path, data: str) -> list[str]:
+def tell_commands(names: Sequence[str], recipe: Recipe, name: str, data: str) -> list[str]:
     """What to type, and below it what it takes."""
     plan = recipe.plan
     studies = [get_study(name, plan.num_experts, plan.sampling) for name in names]
@@ -43,8 +42,8 @@ def tell_commands(names: Sequence[str], recipe: Recipe, path: Path, data: str) -
     ]
     for seed in range(plan.seeds):
         lines += ["", f"# training, seed {seed}"]
-        lines += [_train(part, recipe, path, data, seed) for part in parts if part.first is None]
-        lines += [_train(part, recipe, path, data, seed) for part in parts if part.first is not None]
+        lines += [_train(part, recipe, name, data, seed) for part in parts if part.first is None]
+        lines += [_train(part, recipe, name, data, seed) for part in parts if part.first is not None]
         lines += ["", f"# models, seed {seed}"]
         lines += dict.fromkeys(_assemble(row.model, data, seed) for study in studies for row in study.rows)
         lines += ["", f"# figures, seed {seed}"]
@@ -92,7 +91,7 @@ def _place(part: Part, seed: int) -> str:
     return f"seed_{seed}/parts/{part.name}"
 
 
-def _train(part: Part, recipe: Recipe, path: Path, data: str, seed: int) -> str:
+def _train(part: Part, recipe: Recipe, name: str, data: str, seed: int) -> str:
     """With the recipe, and what differs from it as flags."""
     settings = recipe.settings_of(part, seed)
     usual: Settings = recipe.router if part.is_router else recipe.expert
@@ -105,9 +104,9 @@ def _train(part: Part, recipe: Recipe, path: Path, data: str, seed: int) -> str:
     end = _flags({"out": _place(part, seed)})
     if part.is_router:
         blind = [] if getattr(settings, "text", True) else ["--no-text"]
-        return _written("train-router", folder, *_flags({"recipe": path, **changed}), *blind, *end)
+        return _written("train-router", folder, *_flags({"recipe": name, **changed}), *blind, *end)
     first = None if part.first is None else _place(part.first, seed)
-    return _written("train", folder, *_flags({"cluster": part.where, "recipe": path, **changed, "init": first}), *end)
+    return _written("train", folder, *_flags({"cluster": part.where, "recipe": name, **changed, "init": first}), *end)
 
 
 def _assemble(model: Model, data: str, seed: int) -> str:

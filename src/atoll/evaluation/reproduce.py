@@ -7,9 +7,10 @@ OUT/seed_0/models/             assembled of them
 OUT/evaluation/                their pictures and the features of these
 OUT/results.json, results.md, and two pictures of each comparison: figures, and samples of the first seed
 
-Parts that several comparisons need are trained once. The same command goes on after any end.
+Parts that several comparisons need are trained once. The same command resumes after any end.
 """
 
+import errno
 import json
 import math
 import os
@@ -47,7 +48,7 @@ from atoll.evaluation.studies import RANDOM, Clusters, Model, Part, Row, Study, 
 from atoll.evaluation.tables import shown_keys, write_results
 from atoll.evaluation.yardstick import Pictures
 from atoll.evaluation.yardstick import Settings as Measured
-from atoll.files import alone, make_folder, read_json, reason_of, write_json
+from atoll.files import alone, make_folder, open_regular, read_json, reason_of, write_json
 from atoll.sampling.assemble import INDEX, assemble
 from atoll.training.everyone import job_of
 from atoll.training.expert import ExpertTask
@@ -140,14 +141,15 @@ class Recipe:
     data: Data = Data()
 
     @classmethod
-    def read(cls, path: Path) -> "Recipe":
-        content, where = read_toml(path), str(path)
-        plan = build(Plan, content.get("study", {}), f"[study] of {path}")
-        data = build(Data, content.get("data", {}), f"[data] of {path}")
+    def read(cls, given: str | Path) -> "Recipe":
+        """By the name of one that comes with atoll, or its path."""
+        content, where = read_toml(given), str(given)
+        plan = build(Plan, content.get("study", {}), f"[study] of {where}")
+        data = build(Data, content.get("data", {}), f"[data] of {where}")
         expert = read_settings(content, ExpertSettings, where)
         for name in ("objective", "schedule", "weighting"):
             if getattr(expert, name) != getattr(ExpertSettings(), name):
-                raise InputError(f"{name} in {path} is chosen by each comparison: leave it out")
+                raise InputError(f"{name} in {where} is chosen by each comparison: leave it out")
         return cls(plan, expert, read_settings(content, RouterSettings, where), data)
 
     def settings_of(self, part: Part, seed: int) -> ExpertSettings | RouterSettings:
@@ -255,7 +257,7 @@ class _Reproduction:
         try:
             # Where the rows lie: in shards, or in the clusters of another partition.
             left_out = ("clusters", ".*") if (self.data / "shards").exists() else (".*",)
-            shutil.copytree(self.data, staged, ignore=shutil.ignore_patterns(*left_out))
+            copy_folder(self.data, staged, left_out)
         except OSError as error:
             raise InputError(f"cannot copy {self.data} to {folder} ({reason_of(error)}): free the disk") from error
         balance = None if clusters.method == RANDOM else self.recipe.plan.balance
@@ -327,8 +329,8 @@ class _Reproduction:
                         bar.update()
             except BrokenProcessPool as error:
                 raise InputError(
-                    "a process that judges was killed, perhaps for lack of memory: give the same command again, or "
-                    "have fewer pictures at a time, by `batch` in [study]"
+                    "a process that judges was killed, perhaps for lack of memory: rerun the same command to resume, "
+                    "or have fewer pictures at a time, by `batch` in [study]"
                 ) from error
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -374,6 +376,24 @@ class _Reproduction:
         step = flops_of_step(ExpertTask(data, usual, CPU), usual.batch)
         router = flops_of_step(RouterTask(data, self.recipe.router, CPU), self.recipe.router.batch)
         return {"monolith": step * usual.steps, "router": router * self.recipe.router.steps}
+
+
+def copy_folder(source: Path, out: Path, left_out: Sequence[str]) -> None:
+    """Copies a folder but for the names `left_out`; raises OSError for what is no file of its own."""
+    ignored = shutil.ignore_patterns(*left_out)
+
+    def look(folder: str, names: list[str]) -> set[str]:
+        for name in names:
+            path = Path(folder, name)
+            if path.is_symlink() and path.is_dir():  # which may lead anywhere, or round in a circle
+                raise OSError(errno.EPERM, "it is a link to a folder", str(path))
+        return ignored(folder, names)
+
+    def copy(one: str, other: str) -> None:
+        with open_regular(Path(one), source) as file, open(other, "wb") as copied:
+            shutil.copyfileobj(file, copied)
+
+    shutil.copytree(source, out, ignore=look, copy_function=copy)
 
 
 def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from atoll.data.text import TextEncoder
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import estimate
-from atoll.diffusion.transfer import Calibration
+from atoll.diffusion.transfer import Calibration, products
 from atoll.models.centroids import mean_token
 from atoll.models.prior import TextPrior
-from atoll.training.rows import Rows, spread_times
+from atoll.training.rows import AT_A_TIME, Rows, spread_times
 
 EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
 NUM_BINS = 24
@@ -34,8 +34,8 @@ def measure_prior(rows: Rows, text: TextEncoder, device: torch.device) -> TextPr
     chosen = rows.some(MOST_FOR_PRIOR)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(chosen), 500):
-            some = chosen[first : first + 500]
+        for first in range(0, len(chosen), AT_A_TIME):
+            some = chosen[first : first + AT_A_TIME]
             yield mean_token(*text.encode(rows.tokens(some).to(device))).cpu(), rows.latents(some)
 
     null = mean_token(*text.encode(text.null_ids().to(device)))[0].cpu()
@@ -57,26 +57,21 @@ def judge(
     chosen = np.resize(pool, num)
     generator = torch.Generator().manual_seed(0)
     t = objective.path.inside(spread_times(num, generator))
-    losses, x0s, guesses, means = [], [], [], []
+    losses, dots, squares = [], [], []
     for first in range(0, num, batch):
         part = slice(first, first + batch)
         tokens, mask = text.encode(rows.tokens(chosen[part]).to(device))
         x0 = rows.latents(chosen[part])
         guess, loss = _denoise(network, objective, x0, tokens, mask, t[part], generator)
         losses.append(loss)
-        x0s.append(x0)
-        guesses.append(torch.nan_to_num(guess, 0.0, 0.0, 0.0))  # a network that has diverged is judged all the same
-        means.append(prior.of(tokens.cpu(), mask.cpu()))
+        guess = torch.nan_to_num(guess, 0.0, 0.0, 0.0)  # a network that has diverged is judged all the same
+        dot, square = products(x0, guess, prior.of(tokens.cpu(), mask.cpu()))
+        dots.append(dot)
+        squares.append(square)
     loss = torch.cat(losses)
     log_snr = objective.path.log_snr(t.double())
-    calibration = Calibration.fit(
-        torch.cat(x0s),
-        torch.cat(guesses),
-        log_snr,
-        rows.mean.float(),
-        min(NUM_BINS, max(1, num // 8)),
-        torch.cat(means),
-    )
+    bins = min(NUM_BINS, max(1, num // 8))
+    calibration = Calibration.from_products(torch.cat(dots), torch.cat(squares), log_snr, rows.mean.float(), bins)
     places = torch.bucketize(log_snr, torch.tensor(EDGES, dtype=torch.float64))
     by_level = [loss[places == place] for place in range(len(EDGES) + 1)]
     return Judgement(float(loss.mean()), [float(part.mean()) if len(part) else None for part in by_level], calibration)

@@ -37,10 +37,7 @@ class CaptionedTask:
 
     @property
     def frozen_bytes(self) -> int:
-        if not isinstance(self.text, nn.Module):
-            return 0
-        tensors = (*self.text.parameters(), *self.text.buffers())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return bytes_of(self.text)
 
     def read(self, rows: NDArray[np.int64]) -> Tensors:
         """Which rows of the data they are, their latents and their token ids."""
@@ -60,3 +57,9 @@ class CaptionedTask:
         """The texts as a network sees them, the null text in the place of those that are dropped."""
         kept = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
         return self.rows.encode(self.text, kept, rows)
+
+
+def bytes_of(what: object) -> int:
+    """Of weights and buffers, if it is a network."""
+    tensors = (*what.parameters(), *what.buffers()) if isinstance(what, nn.Module) else ()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -15,7 +15,7 @@ from atoll.data.shards import Dataset
 from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
-from atoll.errors import InputError
+from atoll.errors import InputError, shown
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.expert import Expert
 from atoll.models.presets import preset
@@ -23,7 +23,7 @@ from atoll.models.prior import TextPrior
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.training.calibrate import Judgement, judge, measure_prior
-from atoll.training.captioned import CaptionedTask
+from atoll.training.captioned import CaptionedTask, bytes_of
 from atoll.training.loop import Tensors, seeded, train
 from atoll.training.preview import preview
 from atoll.training.rows import refuse_inside
@@ -84,18 +84,22 @@ class ExpertTask(CaptionedTask):
                 f"prepare the data with the text encoder of {init}"
             )
         if "latent_space" in card:
-            check_same(self.rows.latent_space()["codec"], card["latent_space"]["codec"], "codec")
+            check_same(self.rows.latent_space()["codec"], _table(init, card, "latent_space", "codec"), "codec")
         if "text_encoder" in card:
-            check_same(self.about_text, card["text_encoder"], "text encoder")
+            check_same(self.about_text, _table(init, card, "text_encoder"), "text encoder")
         self.init = {
             "name": init.resolve().name,
             "fingerprint": fingerprint(network.state_dict(), {}),
             **{key: card[key] for key in ("objective", "init", "license") if key in card},
         }
         theirs = card.get("license")
-        if theirs not in (None, "unknown", self.license):
+        if isinstance(theirs, str) and theirs not in ("unknown", self.license):
             self.license = f"{self.license} (data), {theirs} (first weights)"
         return network
+
+    @property
+    def frozen_bytes(self) -> int:
+        return super().frozen_bytes + bytes_of(self.codec)
 
     def describe(self) -> dict[str, Any]:
         return {"data": self.rows.identity(), "init": self.init}
@@ -160,6 +164,16 @@ class ExpertTask(CaptionedTask):
         expert = self.as_expert({**training, "settings": settings, "held_out": held_out})
         expert.save(folder)
         return [f"an expert of {self.rows.name}, loss {self.judgement.loss:.4f} on {on}"]
+
+
+def _table(init: Path, card: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """What the card of first weights says under some keys, each within the one before."""
+    found: Any = card
+    for key in keys:
+        found = found.get(key)
+        if not isinstance(found, Mapping):
+            raise InputError(f"{init} describes its {key} as {shown(found)}: copy it again from its source")
+    return found
 
 
 def preview_expert(data: Path, cluster: int | None, settings: ExpertSettings, init: Path | None) -> Sequence[str]:

@@ -4,7 +4,6 @@ The processes share nothing, here no more than on machines far apart. What the t
 each run writes anyway: FOLDER/metrics.jsonl, and FOLDER/run.json, which says in the end that the run is complete.
 """
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +21,16 @@ from typing import BinaryIO
 import torch
 from tqdm import tqdm
 
-from atoll.diffusion.objective import OBJECTIVES, get_objective
-from atoll.errors import InputError
-from atoll.files import read_json, reason_of
+from atoll.diffusion.objective import get_objective
+from atoll.errors import InputError, printable
+from atoll.files import open_regular, parse_json, read_json, reason_of
 
 MAX_RESTARTS = 3  # in a row, without a step further than before
 LOOK_EVERY = 0.2  # seconds between looks at the processes
 TELL_EVERY = 10.0  # seconds between lines where there is no terminal
 GRACE = 60.0  # seconds to save a state in, before a process is killed
+MOST_AT_ONCE = 1 << 24  # bytes of metrics that are read between two looks
+LARGEST = 1e30  # of a figure that is shown
 
 Slot = Mapping[str, str]
 """A place for one process at a time: the environment variables that put it there."""
@@ -58,7 +59,12 @@ class Result:
 def parse_objectives(text: str, num_experts: int) -> list[str]:
     """The objective of each expert: "fm" for all, "2ddpm:6fm" in order, or "0=ddpm,3=ddpm,*=fm" by number."""
     if "=" in text:
-        return _by_number(text, num_experts)
+        named = _by_number(text, num_experts, "objectives", get_objective)
+        missing = [str(k) for k in range(num_experts) if named[k] is None]
+        if missing:
+            few = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
+            raise InputError(f"the objectives {text!r} leave out {few}: end with *=fm to name all others")
+        return [name for name in named if name is not None]
     if ":" not in text and not re.match(r"\s*[0-9]", text):
         get_objective(text.strip())
         return [text.strip()] * num_experts
@@ -76,27 +82,30 @@ def parse_objectives(text: str, num_experts: int) -> list[str]:
     return [name for num, name in counts for _ in range(num)]
 
 
-def _by_number(text: str, num_experts: int) -> list[str]:
+def parse_inits(text: str | None, num_experts: int) -> list[Path | None]:
+    """The first weights of each expert: a folder for all, or "0=a,*=b" by number; None for who is not named."""
+    if text is None or not re.match(r"\s*(\*|[0-9]+)\s*=", text):
+        return [None if text is None else Path(text)] * num_experts
+    return [None if name is None else Path(name) for name in _by_number(text, num_experts, "folders of --init")]
+
+
+def _by_number(
+    text: str, num_experts: int, what: str, check: Callable[[str], object] = lambda name: None
+) -> list[str | None]:
+    """The name of each expert in "0=a,3=b,*=c"; None for who is not named."""
     named: dict[int | None, str] = {}  # None for all that are not named
     for part in text.split(","):
         match = re.fullmatch(r"(\*|[0-9]{1,9})\s*=\s*(.+)", part.strip())
         if match is None:
-            names = ", ".join(sorted(OBJECTIVES))
-            raise InputError(
-                f"{part!r} in the objectives {text!r} must be NUMBER=NAME or *=NAME, with a name out of {names}"
-            )
+            raise InputError(f"{part!r} in the {what} {text!r} must be NUMBER=NAME, or *=NAME for all others")
         expert = None if match[1] == "*" else int(match[1])
         if expert is not None and expert >= num_experts:
-            raise InputError(f"the objectives name expert {expert}, but experts are 0 to {num_experts - 1} here")
+            raise InputError(f"the {what} name expert {expert}, but experts are 0 to {num_experts - 1} here")
         if expert in named:
-            raise InputError(f"the objectives {text!r} name {_called(expert)} twice: name it once")
-        get_objective(match[2])
+            raise InputError(f"the {what} {text!r} name {_called(expert)} twice: name it once")
+        check(match[2])
         named[expert] = match[2]
-    missing = [str(k) for k in range(num_experts) if k not in named]
-    if missing and None not in named:
-        few = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
-        raise InputError(f"the objectives {text!r} leave out {few}: end with *=fm to name all others")
-    return [named[k] if k in named else named[None] for k in range(num_experts)]
+    return [named.get(k, named.get(None)) for k in range(num_experts)]
 
 
 def _called(expert: int | None) -> str:
@@ -135,7 +144,7 @@ def run_jobs(
     if failed := [run for run in runs if run.status == "failed"]:
         told = "; ".join(f"{run.job.name} failed ({run.reason}; its log is {run.log})" for run in failed)
         rest = "the others have ended" if len(failed) < len(runs) else "none is left"
-        raise InputError(f"{told}: {rest}, so mend the cause and run the same command again")
+        raise InputError(f"{told}: {rest}, so mend the cause and rerun the same command to resume")
     return [Result(run.job.name, run.status, run.metrics.step, run.restarts) for run in runs]
 
 
@@ -153,30 +162,30 @@ class Metrics:
     def read(self) -> None:
         """Take in the lines that have come since."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 about = os.fstat(file.fileno())
                 if about.st_size < self._offset or about.st_ino != self._inode:
                     self.step = self._offset = 0
                     self._inode = about.st_ino
                 file.seek(self._offset)
-                content = file.read()
+                content = file.read(MOST_AT_ONCE)
         except OSError:
             return  # not there yet
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
             try:
-                values = json.loads(line)
-            except (ValueError, RecursionError):
+                values = parse_json(line)
+            except ValueError:
                 continue  # a crash left half a line, and the next run went on behind it
-            if isinstance(values, dict) and type(values.get("step")) is int:
+            if isinstance(values, dict) and type(values.get("step")) is int and 0 <= values["step"] < 10**12:
                 self.step = values["step"]
                 self.loss = _number(values.get("loss"), self.loss)
                 self.samples_per_second = _number(values.get("samples_per_second"), self.samples_per_second)
 
 
 def _number(value: object, before: float | None) -> float | None:
-    return float(value) if isinstance(value, int | float) else before
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else before
 
 
 # A process may outlive a parent that was killed by SIGKILL, which can tell nobody. The kernel can. The command is
@@ -260,6 +269,8 @@ class _Run:
         unbuffered = {"PYTHONUNBUFFERED": "1"}  # or a process that is killed takes its last words with it
         try:
             self.job.folder.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(self.log):
+                open_regular(self.log).close()  # no FIFO, and no link to a file of somebody else's
             with self.log.open("ab", buffering=0) as log:
                 if note:
                     log.write(f"[{note}]\n".encode())
@@ -321,7 +332,7 @@ class _Run:
     def _last_words(self) -> str:
         """The last line that the process has written."""
         try:
-            with self.log.open("rb") as log:
+            with open_regular(self.log) as log:
                 text = _tail(log, self._log_at_start).decode("utf-8", "replace")
         except OSError:
             return ""
@@ -481,7 +492,7 @@ class _Lines(_Table):
 
 def _figures(run: _Run) -> str:
     if run.status == "failed":
-        return run.reason
+        return printable(run.reason)
     loss, pace, left = run.metrics.loss, run.metrics.samples_per_second, run.seconds_left
     figures = [] if loss is None else [f"loss {loss:.4f}"]
     if run.is_running:

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import InputError
-from atoll.files import reason_of, write_whole
+from atoll.files import parse_json, read_bytes, reason_of, write_whole
 
 NAME = "metrics.jsonl"
+MAX_METRICS = 1 << 28  # bytes; a million lines have 200 MB
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run, without one that is cut short."""
     try:
-        lines = (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_bytes(folder / NAME, MAX_METRICS).splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -25,10 +26,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         try:
-            values = json.loads(line)
+            values = parse_json(line)
         except ValueError:
             break
-        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        if not isinstance(values, dict) or type(values.get("step")) is not int:
             break
         found.append(values)
     return found
@@ -40,9 +41,9 @@ class Journal:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / NAME
         kept = [line for line in read_metrics(folder) if line["step"] <= step]
-        content = "".join(_line(line) for line in kept)
-        if not self.path.exists() or self.path.read_text(encoding="utf-8", errors="replace") != content:
-            write_whole(self.path, lambda staged: staged.write_text(content, encoding="utf-8"))
+        content = "".join(_line(line) for line in kept).encode()
+        if not self.path.exists() or read_bytes(self.path, MAX_METRICS) != content:
+            write_whole(self.path, lambda staged: staged.write_bytes(content))
         self.board = _tensorboard(folder, step)
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -51,7 +52,7 @@ class Journal:
                 file.write(_line(values))
         except OSError as error:
             raise InputError(
-                f"cannot write {self.path} ({reason_of(error)}): free the disk, then give the same command again"
+                f"cannot write {self.path} ({reason_of(error)}): free the disk, then rerun the same command to resume"
             ) from error
         if self.board is not None:
             for name, value in values.items():

@@ -1,11 +1,12 @@
 """The one training loop: experts, the monolith, the router and a student each bring a task, all else is here.
 
 Everything random is a function of (seed, step): the order of the data, noise, times and dropout. So a run that was
-stopped, however, goes on by the same command as if it had not been.
+stopped, however, is resumed by the same command as if it had not been.
 """
 
 import hashlib
 import math
+import os
 import signal
 import sys
 import time
@@ -24,13 +25,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from atoll.data.sheets import save_picture
-from atoll.errors import InputError
-from atoll.files import read_json, write_json
+from atoll.errors import InputError, printable
+from atoll.files import open_regular, read_json, real_path, reason_of, write_json
 from atoll.models.dit import Trunk
 from atoll.training import state
 from atoll.training.journal import Journal
 from atoll.training.memory import Heap
-from atoll.training.settings import Settings, difference
+from atoll.training.settings import Settings, refuse_another
 from atoll.training.state import Progress
 from atoll.training.team import Team
 
@@ -55,7 +56,7 @@ class Task(Protocol):
 
     @property
     def frozen_bytes(self) -> int:
-        """What is in memory beside the network and never learns: the text encoder."""
+        """What is in memory beside the network and never learns: the text encoder, the codec of sample grids."""
 
     def describe(self) -> dict[str, Any]:
         """What makes it this run and no other, beside the settings: the data above all."""
@@ -264,6 +265,11 @@ class Run:
         for i, p in enumerate(self.weights):
             p.data, self.averaged[i] = self.averaged[i], p.data
 
+    def give_back(self) -> None:
+        """Before anything but an update is done, whose memory would come on top of the holes that updates leave."""
+        if self.heap is not None:
+            self.heap.give_back()
+
     def close(self) -> None:
         self.ahead.shutdown(wait=False, cancel_futures=True)
 
@@ -274,8 +280,10 @@ def train(
     """Train until settings.steps, from where the folder's last state is; returns what to tell the user."""
     team = Team(settings)
     with team.holding(folder):
-        if team.leads and not (folder / "run.json").exists():
-            refuse_foreign(folder)
+        if team.leads:
+            refuse_links(folder)
+            if not (folder / "run.json").exists():
+                refuse_foreign(folder)
         return Session(made(make_task, team.device), settings, folder, team, progress).go()
 
 
@@ -294,6 +302,21 @@ def refuse_foreign(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.name != "log.txt" and not path.name.startswith("."):
             raise InputError(f"{folder} holds {path.name} and is not a run of atoll: choose another --out")
+
+
+def refuse_links(folder: Path) -> None:
+    """A run writes to files of its folder alone, also if somebody else has begun it and put links or FIFOs there."""
+    for where, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(where, name)
+            try:
+                if real_path(path, folder).is_dir():
+                    continue
+                open_regular(path, folder).close()
+            except OSError as error:
+                raise InputError(
+                    f"{path} is not one of a run's own files ({reason_of(error)}): remove it, or choose another --out"
+                ) from error
 
 
 class Session:
@@ -320,9 +343,8 @@ class Session:
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def _check_same(self, settings: Settings) -> None:
-        """Refuse to go on with a run that was another."""
-        if found := difference(self.before.get("settings"), settings):
-            raise InputError(f"{self.folder} was begun with {found}: give the same command to go on, or another --out")
+        """Refuse to resume a run that was another."""
+        refuse_another(self.folder, self.before.get("settings"), settings)
         for name in self.about.keys() - {"settings"}:
             if self.before.get(name) != self.about[name]:
                 raise InputError(f"{self.folder} was begun with another {name.replace('_', ' ')}: choose another --out")
@@ -344,7 +366,7 @@ class Session:
             except InputError as error:
                 if path == found[0]:
                     raise InputError(f"{error}, and there is no other: remove {self.states} to begin again") from error
-                print(f"atoll: {error}: going on from the one before it", file=sys.stderr)
+                print(printable(f"atoll: {error}, so the one before it is taken"), file=sys.stderr)
         return False
 
     def go(self) -> Sequence[str]:
@@ -444,6 +466,7 @@ class Session:
         if self.journal is None:
             return
         step = self.run.progress.step
+        self.run.give_back()
         with self.run.using_averaged():
             self.journal.write({"step": step, **self.task.evaluate()})
             picture = self.task.picture() if draws else None
@@ -482,7 +505,7 @@ class Session:
             self.journal.close()
             self.journal = Journal(self.folder, run.progress.step)
             self.journal.write({"step": run.progress.step, "rolled_back_from": reached, "skipped": skipped})
-            print(f"atoll: {told}: going back to step {run.progress.step}", file=sys.stderr)
+            print(printable(f"atoll: {told}: going back to step {run.progress.step}"), file=sys.stderr)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -516,7 +539,7 @@ class Session:
         if self.stop is signal.SIGINT:
             raise KeyboardInterrupt
         step, goal = self.run.progress.step, self.settings.steps
-        told = f"{self.folder}: told to stop, saved at step {step} of {goal}; the same command goes on"
+        told = f"{self.folder}: told to stop, saved at step {step} of {goal}; rerun the same command to resume"
         return [told] if self.team.leads else []
 
     def _finish(self) -> Sequence[str]:
@@ -532,6 +555,7 @@ class Session:
             "processes": self.team.size,
             "parameters": sum(p.numel() for p in self.run.weights),
         }
+        self.run.give_back()
         with self.run.using_averaged():
             lines = self.task.finish(self.folder, training)
         write_json(self.folder / "run.json", {**self.about, "complete": True, "steps_done": progress.step})

@@ -52,13 +52,15 @@ class Memory:
     activations: int  # what autograd keeps for the backward pass, with bf16 copies of weights
     batch: int  # latents, noise, target and text of a micro-batch
     saving: int  # what writing a state takes beside the state itself
-    other: int  # temporaries of the backward pass, holes of the allocator, what the caller says
+    other: int  # temporaries of the backward pass, holes of the allocator
+    frozen: int = 0  # what never learns: text encoder, codec, teacher
+    drawing: int = 0  # what a grid of samples takes: sampling and decoding
 
     @property
     def total(self) -> int:
-        """A state is written between updates, when activations are gone: of the two, the larger counts."""
-        held = self.base + self.weights + self.optimiser + self.ema
-        return held + max(self.gradients + self.activations + self.batch + self.other, self.saving)
+        """States are written and samples drawn between updates, when activations are gone: the largest counts."""
+        held = self.base + self.weights + self.optimiser + self.ema + self.frozen
+        return held + max(self.gradients + self.activations + self.batch + self.other, self.saving, self.drawing)
 
     def lines(self) -> list[str]:
         """For a person: a part in each line, and the peak."""
@@ -83,12 +85,14 @@ def predict(
     bf16: bool = False,
     base: int | None = None,
     processes: int = 1,
-    extra: int = 0,
+    frozen: int = 0,
+    drawing: int = 0,
 ) -> Memory:
     """The peak of one of `processes` that train `config`; texts have `text_length` tokens.
 
-    `base` is measured on a CPU unless given: call this before anything of the run is loaded. `extra` is for what else
-    will be there, such as a text encoder. On a CPU, the process has a `Heap`.
+    `base` is measured on a CPU unless given: call this before anything of the run is loaded. `frozen` is for what else
+    will be there, such as a text encoder, `drawing` for what comes and goes with a grid of samples. On a CPU, the
+    process has a `Heap`.
     """
     if device_type not in HOLES:
         raise unknown("device type", device_type, HOLES)
@@ -124,7 +128,9 @@ def predict(
         activations=found.kept,
         batch=batch,
         saving=4 * gradients if SAVING_COPIES and device_type == "cpu" else 0,
-        other=found.temporary + buckets + holes + extra,
+        other=found.temporary + buckets + holes,
+        frozen=frozen,
+        drawing=round((1 + HOLES[device_type]) * drawing),
     )
 
 
@@ -138,7 +144,8 @@ def largest_micro_batch(
     bf16: bool = False,
     base: int | None = None,
     processes: int = 1,
-    extra: int = 0,
+    frozen: int = 0,
+    drawing: int = 0,
 ) -> int:
     """The most samples at a time whose training takes at most `available` bytes; 0 if one is too many."""
     if base is None and device_type == "cpu":
@@ -154,7 +161,8 @@ def largest_micro_batch(
             bf16=bf16,
             base=base,
             processes=processes,
-            extra=extra,
+            frozen=frozen,
+            drawing=drawing,
         ).total
 
     fits, too_many = 1, micro_batch_of(replace(settings, micro_batch=None), processes)
@@ -215,7 +223,7 @@ def count_activations(
 class Storages(TorchDispatchMode):
     """Follows the memory of all tensors made while it is entered: bytes `now`, and at their `peak`.
 
-    What was there before must be named, or it would count as soon as there is a view of it.
+    What was there before is known by its name, or by being an argument before it was a result.
     """
 
     def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
@@ -226,14 +234,17 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._follow(value.untyped_storage(), 0)
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, Tensor):
-                self._follow(value.untyped_storage())
+                self._follow(value.untyped_storage(), value.untyped_storage().nbytes())
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()  # views of a tensor share its storage
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata  # views of a tensor share its storage
         if key in self.known:
             return
         self.known.add(key)
@@ -344,8 +355,13 @@ class Heap:
         if self._updates == 2:  # by then an update has all that it needs
             self._limit = GROWTH * peak_resident()
         elif self._trim is not None and resident() > self._limit:
-            self._trim(0)
+            self.give_back()
             self._limit = max(self._limit, GROWTH * resident())  # more is in use than there was
+
+    def give_back(self) -> None:
+        """Return what is free to the system."""
+        if self._trim is not None:
+            self._trim(0)
 
 
 def measure_base() -> int:

@@ -16,6 +16,7 @@ from atoll.data.text import TextEncoder
 from atoll.errors import InputError
 
 MOST_FOR_MOMENTS = 50_000  # rows: a mean is known to half a percent of a deviation
+AT_A_TIME = 256  # rows that are summed up: in float64, beside a step of training, they must not count
 LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
 
 
@@ -97,8 +98,8 @@ class Rows:
     def _moments(self) -> tuple[Tensor, float]:
         total, square = torch.zeros(self.shape, dtype=torch.float64), 0.0
         chosen = self.some(MOST_FOR_MOMENTS)
-        for first in range(0, len(chosen), 4096):
-            part = self.latents(chosen[first : first + 4096]).double()
+        for first in range(0, len(chosen), AT_A_TIME):
+            part = self.latents(chosen[first : first + AT_A_TIME]).double()
             total += part.sum(0)
             square += float((part**2).sum())
         mean = total / len(chosen)

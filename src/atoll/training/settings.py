@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from atoll.config import build
-from atoll.errors import InputError, unknown
-from atoll.files import reason_of
+from atoll.errors import InputError, shown, unknown
+from atoll.files import read_bytes, reason_of
 
 if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait for torch
     import torch
@@ -22,6 +22,10 @@ PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("constant", "cosine")
 TEACHERS = ("label", "router", "top1", "top2")
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
+LARGEST = 1e30  # of numbers that may be as large as one likes: whole numbers beyond 1e308 are no floats
+MAX_RECIPE = 1 << 16  # bytes
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""Where those that come with atoll are."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Settings:
     lr: float | None = None
     """Learning rate; by default 1e-4 at the paper's width of 1152, and more for narrower models: 0.1152 / width."""
     lr_schedule: str = "constant"
-    """constant, or cosine down to 0."""
+    """constant, which more --steps extend later; or cosine down to 0, which ends where it was planned to."""
     warmup: int | None = None
     """Steps over which the learning rate rises; a twentieth of all, at most 1000, by default."""
     weight_decay: float = 0.0
@@ -80,9 +84,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "threads", "log_every", "save_every", "eval_every", "keep_last"):
             _at_least(self, name, 1)
-        for name, most in (("batch", 2**20), ("threads", 1024)):
+        for name, most in (("steps", 10**9), ("batch", 2**20), ("threads", 1024)):
             if getattr(self, name) > most:
-                raise InputError(f"{name} must be at most {most}, but is {getattr(self, name)}")
+                raise InputError(f"{name} must be at most {most}, but is {shown(getattr(self, name))}")
         for name in ("micro_batch", "keep_every"):
             if getattr(self, name) is not None:
                 _at_least(self, name, 1)
@@ -92,13 +96,13 @@ class Settings:
             _at_least(self, "warmup", 0)
         for name, low, high in (("weight_decay", 0, 10), ("beta2", 0, 1), ("ema", 0, 1), ("text_dropout", 0, 1)):
             if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name} must lie in [{low}, {high}], but is {getattr(self, name)!r}")
+                raise InputError(f"{name} must lie in [{low}, {high}], but is {shown(getattr(self, name))}")
         if self.beta2 == 1:
             raise InputError("beta2 must be below 1: 0.99 and 0.999 are usual")
         for name in ("lr", "clip"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"{name} must be above 0 and finite, but is {value!r}")
+            if value is not None and not 0 < value < LARGEST:
+                raise InputError(f"{name} must be above 0 and finite, but is {shown(value)}")
         if self.lr_schedule not in LR_SCHEDULES:
             raise unknown("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.precision not in PRECISIONS:
@@ -196,8 +200,8 @@ class DistillSettings(Settings):
             raise unknown("objective of a student", self.objective, ("fm", "fm-logit-normal"))
         if self.teacher not in TEACHERS:
             raise unknown("teacher", self.teacher, TEACHERS)
-        if not 0 < self.guidance < math.inf:
-            raise InputError(f"guidance must be above 0 and finite, but is {self.guidance!r}")
+        if not 0 < self.guidance < LARGEST:
+            raise InputError(f"guidance must be above 0 and finite, but is {shown(self.guidance)}")
         if self.max_resident is not None:
             _at_least(self, "max_resident", 1)
 
@@ -214,7 +218,8 @@ MAY_CHANGE = frozenset(
         *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
     )
 )
-"""What may differ when a run is resumed; all else would make it another run. Micro-batches round otherwise, no more."""
+"""What may differ when a run is resumed, steps only at a constant rate; all else would make it another run.
+Micro-batches round otherwise, no more."""
 
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
 """Of a recipe."""
@@ -225,15 +230,35 @@ OTHER_TABLES = ("study", "data")
 S = TypeVar("S", bound=Settings)
 
 
-def read_recipe(path: Path, cls: type[S]) -> S:
-    """The settings in a recipe file: of its table [expert], [router] or [student], and the keys above, for all."""
-    return read_settings(read_toml(path), cls, str(path))
+def recipe_names() -> list[str]:
+    """The recipes that come with atoll."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def find_recipe(given: str | Path) -> Path:
+    """Returns the file of a recipe: by the name of one that comes with atoll, or by its path."""
+    names, path = recipe_names(), Path(given)
+    if str(given) in names:
+        return (RECIPES / f"{given}.toml").resolve()
+    if path.exists():
+        return path
+    hint = f"did you mean {path.stem!r}? " if path.stem in names else ""
+    raise InputError(
+        f"there is no recipe {shown(str(given))}: {hint}give the path of a TOML file, or one of those that come with "
+        f"atoll: {', '.join(names)}"
+    )
+
+
+def read_recipe(given: str | Path, cls: type[S]) -> S:
+    """The settings in a recipe: of its table [expert], [router] or [student], and the keys above, for all."""
+    return read_settings(read_toml(given), cls, str(given))
+
+
+def read_toml(given: str | Path) -> dict[str, Any]:
+    path = find_recipe(given)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_bytes(path, MAX_RECIPE).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the recipe {path} ({reason_of(error)}): give a TOML file") from error
 
 
@@ -261,19 +286,28 @@ def as_flags(settings: Settings) -> list[str]:
     return flags
 
 
-def difference(before: object, now: Settings) -> str | None:
-    """What makes `now` another run than the one that was begun with `before`; None if nothing does."""
+def refuse_another(folder: Path, before: object, now: Settings) -> None:
+    """Refuses to resume a run in `folder` that was begun with settings which `now` would make another run of."""
     if not isinstance(before, Mapping):
-        return "settings that cannot be read"
+        raise InputError(f"{folder} was begun with settings that cannot be read: choose another --out")
     for f in fields(now):
-        value = getattr(now, f.name)
-        fixed = f.name not in MAY_CHANGE or (f.name == "steps" and now.lr_schedule != "constant")
-        if fixed and before.get(f.name) != value:
-            return f"{f.name} {before.get(f.name)!r}, not {value!r}"
-    return None
+        old, new = before.get(f.name), getattr(now, f.name)
+        if f.name in MAY_CHANGE or old == new:
+            continue
+        raise InputError(
+            f"{folder} was begun with {f.name} {shown(old)}, not {shown(new)}: "
+            "rerun the same command to resume, or choose another --out"
+        )
+    if now.lr_schedule != "constant" and before.get("steps") != now.steps:
+        weights = "" if isinstance(now, RouterSettings) else f", with --init {folder} to begin from its weights"
+        raise InputError(
+            f"{folder} was begun with {shown(before.get('steps'))} steps of {now.lr_schedule} decay, whose rate at a "
+            f"step depends on their number, so it cannot be resumed with {now.steps}: give the same --steps, or "
+            f"another --out{weights}"
+        )
 
 
 def _at_least(settings: Settings, name: str, least: int) -> None:
     value = getattr(settings, name)
     if type(value) is not int or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, but is {value!r}")
+        raise InputError(f"{name} must be a whole number of at least {least}, but is {shown(value)}")

@@ -1,25 +1,27 @@
-"""The state of a run on disk, from which the same command goes on: one safetensors file a saved step.
+"""The state of a run on disk, from which the same command resumes it: one safetensors file per saved step.
 
 Weights, averaged weights and both moments of AdamW are tensors, all else (`Progress`) is JSON in the file's
 metadata: a state is one file, so it is there whole or not at all.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.config import build
-from atoll.errors import InputError
-from atoll.files import reason_of, write_whole
+from atoll.errors import InputError, shown
+from atoll.files import parse_json, reason_of, write_whole
+from atoll.tensors import DTYPES, TensorFile
 
 FORMAT = 1
+ADVICE = "the run cannot be resumed from it"
 
 
 @dataclass
@@ -38,6 +40,11 @@ class Progress:
     seconds_summed: float = 0.0  # of the steps alone
     seconds: float = 0.0  # of everything
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and not 0 <= value < math.inf:
+                raise InputError(f"{name} must not be negative, but is {shown(value)}")
+
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / f"{step:09d}.safetensors"
@@ -45,7 +52,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def saved(folder: Path) -> list[Path]:
     """The states there are, the latest last."""
-    return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch(r"\d{9,}", path.stem))
+    return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch("[0-9]{9,12}", path.stem))
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor], progress: Progress) -> Path:
@@ -73,30 +80,39 @@ def tidy(folder: Path) -> None:
 def was_good(path: Path) -> bool:
     """Whether a state was saved while all went well."""
     try:
-        with safe_open(path, "pt") as file:
-            return bool(json.loads((file.metadata() or {})["progress"])["bad_in_a_row"] == 0)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        with TensorFile(path, ADVICE) as file:
+            return progress_in(file).bad_in_a_row == 0
+    except InputError:
         return False
 
 
-def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
-    """Copy a state's tensors into those of a run. They keep their places in memory: kernels may round by alignment."""
+def progress_in(file: TensorFile) -> Progress:
+    found = file.metadata.get("format")
+    if found != str(FORMAT):
+        raise InputError(f"{file.path} has format {shown(found)}, and this version of atoll reads {FORMAT}")
     try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            if about.get("format") != str(FORMAT):
-                raise InputError(f"{path} has format {about.get('format')}, and this version of atoll reads {FORMAT}")
-            progress = build(Progress, json.loads(about["progress"]), f"the progress in {path}")
-            names = set(file.keys())
-            for name in sorted(names ^ into.keys()):
-                raise InputError(f"{path} {'has' if name in names else 'lacks'} {name}: it is of another network")
-            for name, tensor in into.items():
-                found = file.get_tensor(name)
-                if found.shape != tensor.shape:
-                    raise InputError(f"{name} in {path} is {list(found.shape)}, not {list(tensor.shape)}")
-                tensor.copy_(found)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"the state {path} is damaged ({reason_of(error)})") from error
+        values = parse_json(file.metadata.get("progress", "").encode())
+    except ValueError as error:
+        raise InputError(f"the state {file.path} is damaged ({reason_of(error)})") from error
+    progress = build(Progress, values, f"the progress in {file.path}")
+    if path_of(file.path.parent, progress.step) != file.path:
+        raise InputError(f"the state {file.path} is damaged (it is of step {progress.step})")
+    return progress
+
+
+def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
+    """Copies a state's tensors, one at a time, into those of a run, which keep their places in memory."""
+    with TensorFile(path, ADVICE) as file:
+        progress = progress_in(file)
+        for name in sorted(file.entries.keys() ^ into.keys()):
+            fault = "has" if name in file.entries else "lacks"
+            raise InputError(f"{path} {fault} {shown(name)}: it is of another network")
+        for name, tensor in into.items():
+            entry = file.entries[name]
+            if entry.shape != tensor.shape or DTYPES[entry.dtype] != tensor.dtype:
+                raise InputError(
+                    f"{name} in {path} is {entry.dtype} {list(entry.shape)}, not {tensor.dtype} {list(tensor.shape)}"
+                )
+        for name, tensor in into.items():
+            tensor.copy_(file.read([name])[name])
     return progress
