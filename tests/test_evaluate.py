@@ -549,6 +549,9 @@ class TestTable:
         assert "**" not in render_table(self.results((1.0, 0.9), (2.0, 0.9)))
         assert "**" not in render_table(self.results((1.0, None), (2.0, None)))
         assert "m\\|0" in render_table(self.results((1.0, 0.1)))
+        evil = self.results((1.0, 0.1))
+        evil["data"]["name"] = "d\n# \x1b[31m<b>"
+        assert render_table(evil).startswith("# Evaluation on d# [31m<b>\n\n|")
         assert "2 x 9" in render_table(self.results((1.0, 0.1)))
 
     def test_numbers_as_they_are_told(self):

@@ -54,7 +54,7 @@ def name_of(key: str) -> str:
         "clip_score": f"CLIP score ({network.partition(':')[2]})",
         "label_accuracy": f"pictures in which a linear classifier sees the prompt's label ({by})",
         "prompt_accuracy": "prompts followed in every attribute",
-        "flops_an_image": "FLOPs an image",
+        "flops_an_image": "FLOPs per image",
     }
     return names.get(metric, f"{metric} ({by})")
 
@@ -91,8 +91,8 @@ def write_table(results: Mapping[str, Any], path: Path) -> None:
 def render_table(results: Mapping[str, Any]) -> str:
     """Markdown: a row a figure, a column a model, and below it what one must know to repeat or compare it."""
     models, prompts = results["models"], results["prompts"]
-    lines = [f"# Evaluation on {results['data']['name']}", ""]
-    lines += [f"| | | {' | '.join(_plain(model['name']) for model in models)} |", "|---|---|" + "---|" * len(models)]
+    lines = [f"# Evaluation on {plain(results['data']['name'])}", ""]
+    lines += [f"| | | {' | '.join(plain(model['name']) for model in models)} |", "|---|---|" + "---|" * len(models)]
     lines.append(f"| pictures | | {' | '.join(_counted(model) for model in models)} |")
     for key in keys_of(results):
         cells = [cell_of(key, model, models) for model in models]
@@ -102,21 +102,21 @@ def render_table(results: Mapping[str, Any]) -> str:
         f"After ± is the error: {_errors(results)}. Bold is what is better than all others by more than that.",
         "",
     ]
-    lines += [f"- {_plain(note)}" for note in results["notes"]]
-    lines += [f"- Not measured: {_plain(what)}, for {_plain(why)}." for what, why in results["left_out"].items()]
+    lines += [f"- {plain(note)}" for note in results["notes"]]
+    lines += [f"- Not measured: {plain(what)}, for {plain(why)}." for what, why in results["left_out"].items()]
     reference = results["reference"]
     lines += [
         f"- Prompts: {prompts['num']} captions of the split `{prompts['split']}`, SHA-256 `{prompts['hash']}`.",
         f"- Reference: {reference['num']} pictures of the training split as the codec gives them back; what the codec "
         "itself loses is not in these numbers.",
-        f"- Data: SHA-256 `{results['data']['fingerprint']}`, licence {_plain(results['data']['license'])}.",
+        f"- Data: SHA-256 `{results['data']['fingerprint']}`, licence {plain(results['data']['license'])}.",
     ]
     for name, about in results["networks"].items():
-        lines.append(f"- {_plain(name)}: {about['transform']}; fingerprint `{about['fingerprint']}`.")
+        lines.append(f"- {plain(name)}: {about['transform']}; fingerprint `{about['fingerprint']}`.")
     for model in models:
         if "hash" in model:
             told = ", ".join(f"{key} {value}" for key, value in model["sampling"].items() if value is not None)
-            lines.append(f"- {_plain(model['name'])}: {told}; model `{model['hash']}`.")
+            lines.append(f"- {plain(model['name'])}: {told}; model `{model['hash']}`.")
     lines += ["", "Compare columns of this table with each other, not with numbers of other networks, data or counts."]
     return "\n".join(lines) + "\n"
 
@@ -196,7 +196,7 @@ def _errors(results: Mapping[str, Any]) -> str:
     return "; ".join(f"{told[source]} ({', '.join(metrics)})" for source, metrics in found.items())
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """In one cell of a table, whatever a name holds."""
     return "".join(filter(str.isprintable, text)).replace("|", "\\|")
 

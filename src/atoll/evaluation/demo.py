@@ -1,6 +1,6 @@
 """All of it with one command, on avatars: `atoll demo`.
 
-Each stage leaves its outputs in OUT and is skipped where they are there, so the same command goes on after any end:
+Each stage leaves its outputs in OUT and is skipped where they are there, so the same command resumes after any end:
 
 OUT/pictures.tar         what the data set is made of, without a tenth of all combinations of attributes
 OUT/data/                prepared and partitioned

@@ -1,10 +1,10 @@
 """`atoll evaluate`: pictures that models make of a data set's captions, measured against its pictures.
 
-OUT/pictures/KEY/     what a model has made, a file a batch; KEY stands for all that the pictures depend on
+OUT/pictures/KEY/     what a model has made, a file per batch; KEY stands for all that the pictures depend on
 OUT/features/KEY/     of these pictures and of the real ones, by each network
 OUT/results.json, results.md, samples.png, metrics.png
 
-Whatever is there is not made again, so the same command goes on after any end. Nothing is written to the data.
+Whatever is there is not made again, so the same command resumes after any end. Nothing is written to the data.
 """
 
 import warnings

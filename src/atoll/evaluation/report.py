@@ -335,7 +335,7 @@ def _repeat(results: Mapping[str, Any]) -> str:
     stages = " · ".join(f"{escape(name)} {seconds:.0f} s" for name, seconds in results["stages"].items())
     return f"""<section>
 <h2>Do it again</h2>
-<p>All of it, with the same numbers to the last digit on the same machine. Interrupted, the same command goes on.</p>
+<p>All of it, with the same numbers to the last digit on the same machine. Interrupted, the same command resumes.</p>
 <pre><span>atoll demo{flag}</span></pre>
 <p class="note">It took {_time(results["seconds"])} here: {stages}.</p>
 <p>Or step by step, as one would with other pictures:</p>

@@ -1,4 +1,4 @@
-"""What an evaluation keeps: rows in files of so many, each made once, so that the same command goes on."""
+"""What an evaluation keeps: rows in files of so many, each made once, so that the same command resumes."""
 
 import hashlib
 import json

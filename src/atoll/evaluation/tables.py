@@ -1,10 +1,10 @@
-"""What `atoll reproduce` has found, in Markdown: a table a comparison, with the papers' figures beside ours."""
+"""What `atoll reproduce` has found, in Markdown: a table per comparison, with the papers' figures beside ours."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.evaluation.comparison import BETTER, better, cell_of, keys_of, name_of, spoken
+from atoll.evaluation.comparison import BETTER, better, cell_of, keys_of, name_of, plain, spoken
 from atoll.files import write_whole
 
 SHOWN = (
@@ -27,7 +27,7 @@ def write_results(results: Mapping[str, Any], path: Path) -> None:
 
 def render_results(results: Mapping[str, Any]) -> str:
     data, plan = results["data"], results["recipe"]["plan"]
-    lines = [f"# The papers' comparisons on {data['name']}", ""]
+    lines = [f"# The papers' comparisons on {plain(data['name'])}", ""]
     lines += [
         f"{data['pictures']:,} pictures; {plan['num_experts']} experts unless a row says otherwise; {plan['num']:,} "
         f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training.",
@@ -75,5 +75,5 @@ def _table(study: Mapping[str, Any]) -> list[str]:
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for row in rows:
         cells = [cell_of(key, row, rows) for key in keys] + [row.get(paper) or "" for paper in papers]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {plain(row['name'])} | " + " | ".join(cells) + " |")
     return lines
