@@ -69,7 +69,8 @@ class Shard:
         dtype, _ = self.kind(name)
         entry = self._entries[name]
         check_memory(entry.end - entry.start, str(self.path))
-        return np.frombuffer(self._read(entry.start, entry.end), dtype).reshape(entry.shape)
+        [content] = self._read([entry.start], [entry.end - entry.start])
+        return np.frombuffer(content, dtype).reshape(entry.shape)
 
     def take(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Some rows of a column, each run of neighbours in one go; many are picked from the whole of it."""
@@ -78,13 +79,11 @@ class Shard:
         dtype, shape = self.kind(name)
         entry = self._entries[name]
         size = (entry.end - entry.start) // self.num_rows
-        found = np.empty((len(rows), *shape), dtype)
-        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
-        for first, last in zip(starts, [*starts[1:], len(rows)], strict=True):
-            begin = entry.start + int(rows[first]) * size
-            content = self._read(begin, begin + (last - first) * size)
-            found[first:last] = np.frombuffer(content, dtype).reshape(last - first, *shape)
-        return found
+        firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        begins = (entry.start + rows[firsts] * size).tolist()
+        sizes = (np.diff(firsts, append=len(rows)) * size).tolist()
+        content = b"".join(self._read(begins, sizes))
+        return np.frombuffer(content, dtype).reshape(len(rows), *shape)
 
     def texts(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
         """Strings of a column, all of them or some."""
@@ -97,18 +96,22 @@ class Shard:
             content = self[f"{column}.bytes"].tobytes()
             parts = [content[i:j] for i, j in pairwise(offsets)]
         else:
-            parts = [self._read(start + offsets[i], start + offsets[i + 1]) for i in rows]
+            chosen = list(rows)
+            sizes = [offsets[i + 1] - offsets[i] for i in chosen]
+            parts = self._read([start + offsets[i] for i in chosen], sizes)
         return [part.decode("utf-8", "replace") for part in parts]
 
-    def _read(self, start: int, end: int) -> bytes:
+    def _read(self, begins: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+        """The bytes of some spans of the file."""
         handle = _opened(self.path, self._root, self._version)
-        content = os.pread(handle.number, end - start, start)
-        while len(content) < end - start:  # the system gives at most 2 GB at once
-            more = os.pread(handle.number, end - start - len(content), start + len(content))
-            if not more:
-                raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
-            content += more
-        return content
+        found = [os.pread(handle.number, size, begin) for begin, size in zip(begins, sizes, strict=True)]
+        for i, size in enumerate(sizes):
+            while len(found[i]) < size:  # the system gives at most 2 GB at once
+                more = os.pread(handle.number, size - len(found[i]), begins[i] + len(found[i]))
+                if not more:
+                    raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
+                found[i] += more
+        return found
 
 
 def _num_rows(entries: Mapping[str, Entry]) -> int:
