@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help setup demo test test-slow check format figures bench clean
+.PHONY: help setup demo test test-slow test-cpus check format figures bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,17 +22,23 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup  ## data, experts, one model, samples and a report: demo/report.html
 	$(BIN)/atoll demo --out demo
 
-test: setup  ## run the tests
-	$(BIN)/python -m pytest
+test: setup  ## run the tests, on all cores
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: setup  ## run the tests that take minutes or gigabytes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
+
+test-cpus: setup  ## run the tests of equal bits as on CPUs with fewer instructions
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
+		$(BIN)/python -m pytest $(PARALLEL) -m "bits and not slow"
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+		$(BIN)/python -m pytest $(PARALLEL) -m "bits and not slow"
 
 check: setup  ## lint, formatting and types, then the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 format: setup  ## format the code
 	$(BIN)/ruff check --fix .

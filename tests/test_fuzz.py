@@ -238,7 +238,7 @@ def make_checkpoint(folder: Path, _: Path) -> None:
 
 
 def convert(folder: Path, out: Path) -> str:
-    command("convert", next(folder.iterdir()), "--out", out)
+    command("convert", next(folder.iterdir()), "--heads", published.HEADS, "--out", out)
     return digest_of(out, "model.safetensors")
 
 

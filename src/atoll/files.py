@@ -44,9 +44,14 @@ def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
     raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'not a regular file')}, not a file", str(path))
 
 
+def resolved(path: str | Path) -> Path:
+    """Returns the absolute path without links; unlike pathlib's, a link to itself is left as it is."""
+    return Path(os.path.realpath(path))
+
+
 def real_path(path: Path, root: Path | None = None) -> Path:
     """Returns where a file or folder really is; raises OSError if links lead it out of `root`."""
-    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent if root is None else root))
+    real, home = resolved(path), resolved(path.parent if root is None else root)
     if not any(real.is_relative_to(folder) for folder in (home, *_hub_blobs(home))):
         raise OSError(errno.EPERM, "it is a link that leaves its folder", str(path))
     return real

@@ -55,6 +55,7 @@ def convert(
         seed: Of weights that the checkpoint does not have.
     """
     from atoll.errors import InputError, printable
+    from atoll.files import resolved
     from atoll.models.convert import Wanted
 
     wanted = Wanted(label, as_is, text_dim, size, heads, kind, fit, objective, license, seed)
@@ -64,7 +65,8 @@ def convert(
         raise InputError("--text-dim and --fit are for an expert that shall read text: leave them out with --as-is")
     if calibrate < 0:
         raise InputError(f"--calibrate must be 0 or more, but is {calibrate}")
-    if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
+    checkpoint = resolved(checkpoint)  # a link is followed, for the user has named it
+    if resolved(out) in (checkpoint, *checkpoint.parents):
         raise InputError(f"--out {out} holds the checkpoint itself: choose another folder")
     if to == "diffusers":
         from atoll.models.convert.diffusers_export import export

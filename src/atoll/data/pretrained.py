@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from atoll.errors import InputError, printable, shown
-from atoll.files import make_readable, open_regular, read_json, reason_of
+from atoll.files import make_readable, open_regular, read_json, reason_of, resolved
 from atoll.models.convert.reading import shard_names
 from atoll.tensors import Entry, TensorFile, check_memory, read_header
 
@@ -86,7 +86,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def public_spec(spec: str) -> str:
     """A spec without the path of a folder or file on this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
     kind, _, where = spec.partition(":")
-    return f"{kind}:{Path(where).resolve().name}" if where and Path(where).exists() else spec
+    return f"{kind}:{resolved(where).name}" if where and Path(where).exists() else spec
 
 
 class Place(NamedTuple):

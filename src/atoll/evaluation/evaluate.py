@@ -42,7 +42,7 @@ from atoll.evaluation.yardstick import (
     Yardstick,
     reference_labels,
 )
-from atoll.files import alone, make_folder, write_json
+from atoll.files import alone, make_folder, resolved, write_json
 from atoll.models.expert import Expert
 from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
@@ -165,7 +165,7 @@ def evaluate(
 
 def name_contenders(models: Sequence[Path], sampling: Sampling) -> list[Contender]:
     """Each by the name of its folder; by all of its path where two have the same."""
-    names = [model.resolve().name for model in models]
+    names = [resolved(model).name for model in models]
     if len(set(names)) < len(names):
         names = [str(model) for model in models]
     return [Contender(name, model, sampling) for model, name in zip(models, names, strict=True)]

@@ -39,6 +39,7 @@ from atoll.files import (
     read_json,
     real_path,
     reason_of,
+    resolved,
     write_json,
 )
 from atoll.models.centroids import CentroidRouter
@@ -156,9 +157,7 @@ class ModelIndex:
         for name, expected in self.files.items():
             if name.partition("/")[0] not in parts:
                 continue
-            if name.endswith(
-                ".safetensors"
-            ):  # one that claims more than there is memory for is not hashed
+            if name.endswith(".safetensors"):  # one that claims more than there is memory for is not hashed
                 TensorFile(folder / name, AGAIN, folder).close()
             if _digest(folder / name, folder, known_digest) != expected:
                 raise InputError(f"{folder / name} is not the file that the model was made of: {AGAIN}")
@@ -273,7 +272,7 @@ def assemble(
     A folder with expert_* in it stands for these, and for the router in it; `data` has the codec and the text encoder.
     Without a router several experts stay in the order given, for routing that asks none.
     """
-    check_free(Path(out).resolve())  # before the work, not after it
+    check_free(resolved(out))  # before the work, not after it
     given = [Path(folder) for folder in experts]
     folders = [expert for folder in given for expert in _experts_in(folder, allow_missing)]
     if not folders:
@@ -531,7 +530,7 @@ def _linked(source: Path, target: Path) -> bool:
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its place when all is done; one that a killed process left is cleared."""
-    out = out.resolve()
+    out = resolved(out)
     staged, old = out.with_name(f".{out.name}.tmp"), out.with_name(f".{out.name}.old")
     try:
         staged.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from atoll.data.codecs import load_codec
 from atoll.data.text import load_text_encoder
 from atoll.errors import InputError
-from atoll.files import real_path, reason_of
+from atoll.files import real_path, reason_of, resolved
 from atoll.models.convert import convert, save
 from atoll.models.convert.common import Wanted
 from atoll.sampling.assemble import ROUTER, assemble, check_free
@@ -18,7 +18,7 @@ from atoll.sampling.assemble import ROUTER, assemble, check_free
 
 def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted()) -> Sequence[str]:  # noqa: B008
     """Convert each part in its turn, one in memory at a time, and make a model of them; what to tell."""
-    folder, out = Path(folder), Path(out).resolve()
+    folder, out = Path(folder), resolved(out)
     experts = sorted(
         (path for path in folder.glob("expert_*") if path.name[7:].isdecimal()), key=lambda path: int(path.name[7:])
     )
@@ -37,7 +37,7 @@ def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
-            parts = Path(place) / folder.resolve().name
+            parts = Path(place) / resolved(folder).name
             codec.save(parts)
             texts.save(parts)
             space = {"text_encoder": texts.describe()}

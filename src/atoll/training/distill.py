@@ -21,7 +21,7 @@ from atoll.data.shards import Dataset
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
-from atoll.files import read_json
+from atoll.files import read_json, resolved
 from atoll.models.expert import Expert
 from atoll.models.store import CONFIG, WEIGHTS
 from atoll.sampling.assemble import ModelIndex, find_model
@@ -68,7 +68,7 @@ class Teacher:
         if len(learned) > 1:
             raise InputError(f"the experts of {folder} have learned different guidance: a student needs one for all")
         about = {
-            "name": folder.resolve().name,
+            "name": resolved(folder).name,
             "hash": index.hash,
             "experts": list(pipe.objectives),
             "license": index.license,
@@ -289,7 +289,7 @@ def distill(
 ) -> Sequence[str]:
     """A student of a model; the folder `out` is an expert of all of the data when it is finished."""
     refuse_inside(out, data)
-    if out.resolve().is_relative_to(Path(model).resolve()):
+    if resolved(out).is_relative_to(resolved(model)):
         raise InputError(f"{out} lies within {model}: choose an --out outside of the teacher")
     return train(_maker(model, data, settings, init, allow_missing), settings, out, progress)
 

@@ -16,6 +16,7 @@ from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError, shown
+from atoll.files import resolved
 from atoll.models.dit import DiT, DiTConfig
 from atoll.models.expert import Expert
 from atoll.models.presets import preset
@@ -88,7 +89,7 @@ class ExpertTask(CaptionedTask):
         if "text_encoder" in card:
             check_same(self.about_text, _table(init, card, "text_encoder"), "text encoder")
         self.init = {
-            "name": init.resolve().name,
+            "name": resolved(init).name,
             "fingerprint": fingerprint(network.state_dict(), {}),
             **{key: card[key] for key in ("objective", "init", "license") if key in card},
         }

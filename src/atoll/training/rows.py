@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.text import TextEncoder
 from atoll.errors import InputError
+from atoll.files import resolved
 
 MOST_FOR_MOMENTS = 50_000  # rows: a mean is known to half a percent of a deviation
 AT_A_TIME = 256  # rows that are summed up: in float64, beside a step of training, they must not count
@@ -146,5 +147,5 @@ def spread_times(num: int, generator: torch.Generator) -> Tensor:
 
 def refuse_inside(out: Path, data: Path) -> None:
     """A run does not lie among the data it is made of."""
-    if out.resolve().is_relative_to(data.resolve()):
+    if resolved(out).is_relative_to(resolved(data)):
         raise InputError(f"{out} lies within {data}: choose an --out outside of the data")

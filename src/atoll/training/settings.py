@@ -11,7 +11,7 @@ import tyro
 
 from atoll.config import build
 from atoll.errors import InputError, shown, unknown
-from atoll.files import read_bytes, reason_of
+from atoll.files import read_bytes, reason_of, resolved
 
 if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait for torch
     import torch
@@ -239,9 +239,9 @@ def find_recipe(given: str | Path) -> Path:
     """Returns the file of a recipe: by the name of one that comes with atoll, or by its path."""
     names, path = recipe_names(), Path(given)
     if str(given) in names:
-        return (RECIPES / f"{given}.toml").resolve()
+        return resolved(RECIPES / f"{given}.toml")
     if path.exists():
-        return path
+        return resolved(path)  # a link is followed, for the user has named it
     hint = f"did you mean {path.stem!r}? " if path.stem in names else ""
     raise InputError(
         f"there is no recipe {shown(str(given))}: {hint}give the path of a TOML file, or one of those that come with "
