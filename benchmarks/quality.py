@@ -2,8 +2,8 @@
 
     atoll prepare avatars --num 4000 --out data
     atoll partition data --experts 4 --balance 1.3
-    atoll train-all data --recipe recipes/laptop.toml --objectives fm --router --out fm      # an hour in all, 2 cores
-    atoll train-all data --recipe recipes/laptop.toml --objectives ddpm --out ddpm
+    atoll train-all data --recipe laptop --objectives fm --router --out fm      # an hour in all, 2 cores
+    atoll train-all data --recipe laptop --objectives ddpm --out ddpm
     python benchmarks/quality.py conversion [--num 400]
     python benchmarks/quality.py solvers [--plot docs/figures/steps.png]
     python benchmarks/quality.py routing
