@@ -196,6 +196,7 @@ class TestSameBytes:
         make(tmp_path / "d")
         assert contents(tmp_path / "d") == before
 
+    @pytest.mark.bits
     @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
     def test_after_kills_at_random_times(self, kills, tmp_path):
         """kill -9 of the real process, with workers, at random moments; then the same command to the end."""
@@ -252,7 +253,7 @@ class TestSameBytes:
             return encode(self, batch)
 
         monkeypatch.setattr(module.Models, "encode", count_and_stop)
-        for number in (0, 3, 7):
+        for number in (0, 12, 31):
             stop_after[0] = number
             with pytest.raises(KeyboardInterrupt):
                 make(tmp_path / "killed", source, settings)
@@ -260,7 +261,7 @@ class TestSameBytes:
         content = part.read_bytes()
         stop_after[0] = -1
         make(tmp_path / "killed", source, settings)
-        assert encoded == [4] * 10  # each picture once
+        assert encoded == [1] * 40  # each picture once
         assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
         for damaged in (content[:-7], b"", content.replace(b"digest", b"digesx")):
             path = tmp_path / "killed" / "dataset.json"
@@ -277,7 +278,7 @@ class TestSameBytes:
         settings = Settings(size=32, codec=f"vae:{kl}")
         prepare(Source("shapes", num=20, size=32), tmp_path / "d", settings, 0, progress=True)
         assert sum(moves) == 20
-        assert max(moves) <= 4
+        assert max(moves) == 1
 
 
 def _group_alive(group: int) -> bool:

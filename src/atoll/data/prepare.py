@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 CHUNK = 512  # items a shard; fewer where they are so large that more would not fit into 50 MB
 BATCH = 64  # pictures at a time through the codec and the features
-SLOW_BATCH = 4  # where each takes long
+SLOW_BATCH = 1  # where each takes long
 SAVE_EVERY = 30.0  # seconds after which the part of a shard that is done is saved
 MAX_WORKERS = 1024
 NUM_FIT = 2048  # pictures that a codec is fitted to; fewer in the same way

@@ -34,6 +34,7 @@ CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
 MAX_PICTURE = 256 << 20  # bytes of a file or a member
 MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption, and characters of a line of metadata
 MAX_CAPTION = 10_000  # characters; what comes after them is cut off
+MAX_LABEL = 255  # characters, as of a folder's name
 MAX_METADATA = 4 << 30  # bytes: it is held in memory
 MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
 MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
@@ -543,7 +544,7 @@ def _table_items(path: Path, name: str) -> Iterator[Item]:
         labels = batch.column("label").to_pylist() if wanted and "label" in wanted else [""] * batch.num_rows
         for row in range(batch.num_rows):
             where = ("row", str(path), group, number, row, picture)
-            label = "" if labels[row] is None else str(labels[row])
+            label = "" if labels[row] is None else str(labels[row])[:MAX_LABEL]
             yield Item(f"{name}/{row_number:08d}", where, captions[row], label)
             row_number += 1
 
