@@ -5,11 +5,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import tyro
 
-from atoll import __version__
 from atoll.cli.assemble import assemble
 from atoll.cli.assign import assign
 from atoll.cli.convert import convert
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, type[Settings]]] = {
 def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     if given == ["--version"]:
-        print(f"atoll {__version__}")
+        print(f"atoll {version('atoll')}")
         return
     try:
         with plain_warnings():
