@@ -109,6 +109,7 @@ class TestPCA:
         assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in ours.state_dict().items())
         assert ours.fingerprint == again.fingerprint != PatchPCA.fit(pictures(100, seed=1)).fingerprint
 
+    @pytest.mark.bits
     def test_an_image_does_not_depend_on_its_batch(self):
         images = pictures(64)
         codec = PatchPCA.fit(images)
@@ -116,6 +117,7 @@ class TestPCA:
         for i in (0, 17, 63):
             assert torch.equal(codec.encode(images[i : i + 1])[0], latents[i])
 
+    @pytest.mark.bits
     def test_round_trip(self, tmp_path):
         images = pictures(50)
         codec = make_codec("pca:8x12", sample=images)
@@ -200,12 +202,14 @@ class TestVAE:
         torch.testing.assert_close(latents, (plain / 0.7 + 0.1 - mean) / std * 0.7)
         torch.testing.assert_close(codec.decode(latents), make_codec(f"vae:{broken}").decode(latents))
 
+    @pytest.mark.bits
     def test_an_image_does_not_depend_on_its_batch(self, kl):
         codec, images = make_codec(f"vae:{kl}"), pictures(3)
         latents = codec.encode(images)
         assert torch.equal(codec.encode(images[1:2])[0], latents[1])
         assert torch.equal(codec.decode(latents[1:2])[0], codec.decode(latents)[1])
 
+    @pytest.mark.bits
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("kind", ["kl", "tiny"])
     def test_round_trip(self, kind, dtype, request, tmp_path):

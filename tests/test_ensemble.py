@@ -393,6 +393,7 @@ def broken(kind: str = "fm", after: float = 2.0) -> VelocityExpert:
     return Broken(good.network, good.transfer)
 
 
+@pytest.mark.bits
 def test_an_expert_that_fails_is_left_out(experts):
     seen: list[Routed] = []
     ensemble = Ensemble([experts[0], broken(), *experts[2:]], make_router())
@@ -473,6 +474,7 @@ def test_no_expert_is_left(experts):
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("max_resident", [1, 2, 3])
 @pytest.mark.parametrize("spec", ["top1", "topk:2", "full"])
 def test_paging_changes_nothing(folders, experts, spec, max_resident, monkeypatch):

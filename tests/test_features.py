@@ -67,6 +67,7 @@ class TestSimple:
         report(f"simple features: 10 nearest neighbours on handwritten digits {score:.3f}")
         assert score > 0.95
 
+    @pytest.mark.bits
     def test_an_image_does_not_depend_on_its_batch(self):
         features, images = make_features("simple"), stripes(9)
         assert torch.equal(features.extract(images)[4:5], features.extract(images[4:5]))
@@ -107,6 +108,7 @@ class TestEfficientNet:
         assert torch.equal(features.extract(stripes(1, angle=0.8))[0], vectors[1]), "whatever the batch"
         assert not vectors.requires_grad
 
+    @pytest.mark.bits
     def test_round_trip(self, features, tmp_path):
         features.save(tmp_path)
         again = load_features(tmp_path)
@@ -144,6 +146,7 @@ class TestEfficientNet:
 
 
 class TestDino:
+    @pytest.mark.bits
     def test_is_transformers(self, dino):
         from transformers import Dinov2Model
 
@@ -169,6 +172,7 @@ class TestDino:
         assert features.describe()["transform"].startswith("resize to 224")
         assert features.extract(stripes(1)).shape == (1, 16)
 
+    @pytest.mark.bits
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_round_trip(self, dino, dtype, tmp_path):
         features = make_features(f"dino:{dino}", dtype=dtype)

@@ -105,6 +105,7 @@ def test_what_is_returned_fits_together():
     assert torch.equal(all_distances.argmin(1), found.labels)
 
 
+@pytest.mark.bits
 def test_the_seed_decides_and_the_chunk_does_not(monkeypatch):
     x = mixture(9000, 8, 10)
     found, again, other = kmeans(x, 10, seed=3), kmeans(torch.from_numpy(x), 10, seed=3), kmeans(x, 10, seed=4)

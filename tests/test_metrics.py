@@ -246,6 +246,7 @@ class TestCLIP:
         torch.testing.assert_close(found, expected, atol=off, rtol=0)
         assert found.abs().max() > 1
 
+    @pytest.mark.bits
     def test_features_against_transformers(self, clip, tmp_path):
         transformers = pytest.importorskip("transformers")
         model = transformers.CLIPVisionModelWithProjection.from_pretrained(clip).eval()
@@ -322,6 +323,7 @@ class TestInception:
         assert float(found[1].norm()) == pytest.approx(713.85333, rel=1e-4)
         assert float(found.double().sum()) == pytest.approx(37385.98963, rel=1e-4)
 
+    @pytest.mark.bits
     def test_as_features(self, inception):
         """Scaled as pytorch-fid does it, and whatever the batch."""
         images = noise(2, 32)

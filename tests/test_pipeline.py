@@ -71,6 +71,7 @@ def latents(pipe: AtollPipeline, *arguments: object, **options: object) -> torch
 
 
 class TestSeeds:
+    @pytest.mark.bits
     def test_the_same_again(self, pipe):
         one, other = (latents(pipe, PROMPTS, seed=3) for _ in range(2))
         assert torch.equal(one, other)
@@ -313,12 +314,14 @@ class TestTrace:
 
 
 class TestFolder:
+    @pytest.mark.bits
     def test_round_trip(self, model, pipe, tmp_path):
         pipe.save_pretrained(tmp_path / "copy")
         copied = AtollPipeline.from_pretrained(str(tmp_path / "copy"), verify=True)
         assert copied.index == ModelIndex.read(model)
         assert torch.equal(latents(copied, PROMPTS, seed=1), latents(pipe, PROMPTS, seed=1))
 
+    @pytest.mark.bits
     def test_one_expert_in_memory_at_a_time(self, model, pipe):
         paged = AtollPipeline.from_pretrained(model, max_resident=1)
         for routing in ("full", "topk"):

@@ -161,6 +161,7 @@ class TestWords:
         tokens, mask = encoder.encode(encoder.tokenize(["", "a cat"]))
         assert expert(torch.zeros(2, 4, 4, 4), torch.zeros(2), tokens, mask).shape == (2, 4, 4, 4)
 
+    @pytest.mark.bits
     def test_round_trip(self, tmp_path):
         encoder = make_text_encoder("words:32x16")
         encoder.save(tmp_path)
@@ -230,6 +231,7 @@ def broken(clip, tmp_path) -> Path:
 
 
 class TestCLIP:
+    @pytest.mark.bits
     def test_is_transformers(self, clip):
         from transformers import CLIPTextModel, CLIPTokenizer
 
@@ -288,6 +290,7 @@ class TestCLIP:
         ids = encoder.tokenize(["cat <|endoftext|> cat", "cat cat", "\ud83d"])
         assert torch.equal(ids[0], ids[1])
 
+    @pytest.mark.bits
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("hide_padding", [True, False])
     def test_round_trip(self, clip, dtype, hide_padding, tmp_path):
