@@ -262,7 +262,9 @@ def test_what_cannot_be_is_refused():
         count_activations(CONFIGS["expert"], 0, text_length=LENGTH)
 
 
-@pytest.mark.parametrize("options", [[], ["--checkpointing"]], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--checkpointing"], marks=pytest.mark.slow)], ids=["plain", "checkpointing"]
+)
 def test_a_training_process_takes_what_was_predicted(options, report):
     def ask(do):
         command = [sys.executable, str(BENCHMARK), "--do", do, "--case", "xs", "--steps", "10", *options]
@@ -285,7 +287,7 @@ print(peak_resident())
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("codec", ["pca", "vae"])
+@pytest.mark.parametrize("codec", [pytest.param("pca", marks=pytest.mark.slow), "vae"])
 def test_a_run_that_draws_samples_takes_what_was_predicted(codec, kl, tmp_path, report):
     """Held-out figures and a grid of samples included; a VAE loads libraries of its own."""
     spec = "pca" if codec == "pca" else f"vae:{kl}"

@@ -223,7 +223,7 @@ class TestLearning:
     @pytest.mark.bits
     @pytest.mark.parametrize(
         "objective",
-        [pytest.param(name, marks=pytest.mark.slow) if name in ("x0", "v") else name for name in SHAPES_BELOW],
+        [pytest.param(name, marks=pytest.mark.slow) if name != "fm" else name for name in SHAPES_BELOW],
     )
     def test_held_out_loss_falls(self, shapes, tmp_path, objective, report):
         settings = replace(
@@ -550,7 +550,6 @@ class TestCommand:
         ("make", "sentence"),
         [
             (os.mkfifo, "it is a FIFO"),
-            (lambda path: path.symlink_to("/proc/self/environ"), "it is a link that leaves its folder"),
             (lambda path: path.touch() or os.truncate(path, 1 << 40), "it is larger than"),
             (lambda path: path.write_text("a = " + "[" * 20_000), "cannot read the recipe"),
             (lambda path: path.write_text("steps = " + "9" * 4000), "steps must be at most"),
@@ -616,7 +615,7 @@ class TestFirstWeights:
             train_expert(data, None, replace(QUICK, steps=2, model=model, seed=seed), folder / name, progress=False)
         return folder
 
-    @pytest.mark.parametrize("how", ["all", "by number"])
+    @pytest.mark.parametrize("how", [pytest.param("all", marks=pytest.mark.slow), "by number"])
     def test_all_experts_at_once(self, data, pretrained, tmp_path, how, capsys):
         a, b = pretrained / "a", pretrained / "b"
         init = str(a) if how == "all" else f"1={b},0={a}"

@@ -162,6 +162,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     staged = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        staged.unlink(missing_ok=True)  # not through a link that somebody has put there
         write(staged)
         make_readable(staged)
         with staged.open("rb+") as file:
