@@ -32,14 +32,14 @@ import torch
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
-from atoll.evaluation.comparison import name_of, over_seeds, with_error
-from atoll.evaluation.evaluate import Contender, Evaluation, Sampling
-from atoll.evaluation.yardstick import Settings as Measured
-from atoll.files import read_json, write_json, write_whole
+from atoll.engines.local import Job, find_slots, run_jobs
+from atoll.engines.train_all import job_of
+from atoll.experiments.comparison import name_of, over_seeds, with_error
+from atoll.experiments.evaluate import Contender, Evaluation, Sampling
+from atoll.experiments.measure import Settings as Measured
 from atoll.sampling.assemble import INDEX, assemble
 from atoll.sampling.pipeline import AtollPipeline
-from atoll.training.everyone import job_of
-from atoll.training.fleet import Job, find_slots, run_jobs
+from atoll.storage import read_json, write_json, write_whole
 from atoll.training.settings import DistillSettings, ExpertSettings
 
 AT_A_TIME = 16

@@ -32,10 +32,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
+from atoll.data.view import Rows
+from atoll.engines.local import Job, run_jobs
 from atoll.errors import InputError
-from atoll.files import read_json, write_json
-from atoll.training.fleet import Job, run_jobs
-from atoll.training.rows import Rows
+from atoll.storage import read_json, write_json
 
 LEARNT, NEW = (0, 1), (2, 3)  # clusters
 WIDTH, DEPTH, HEADS, PATCH = 128, 6, 4, 2  # of `--model mini/2`

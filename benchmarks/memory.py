@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.diffusion.objective import get_objective
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.presets import preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.presets import preset
+from atoll.networks.router import Router, RouterConfig
 from atoll.training.loop import Tensors, train
 from atoll.training.memory import (
     CUDA_BASE,

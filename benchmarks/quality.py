@@ -26,22 +26,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atoll.data.codecs import load_codec
-from atoll.data.features import make_features
 from atoll.data.shards import Dataset
-from atoll.data.sheets import COLOURS, contact_sheet, pictures_of, save_picture
-from atoll.data.text import load_text_encoder
+from atoll.data.view import Rows
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
-from atoll.evaluation.frechet import Moments, frechet_distance
-from atoll.evaluation.judge import are_right
-from atoll.models.expert import Expert
-from atoll.models.router import Router
+from atoll.encoders.codecs import load_codec, pictures_of
+from atoll.encoders.features import make_features
+from atoll.encoders.text import load_text_encoder
+from atoll.experiments.judge import are_right
+from atoll.metrics.frechet import Moments, frechet_distance
+from atoll.networks.expert import Expert
+from atoll.networks.router import Router
+from atoll.plots.contact_sheet import COLOURS, contact_sheet, save_picture
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import get_routing
 from atoll.training.calibrate import judge
-from atoll.training.rows import Rows
 
 CPU = torch.device("cpu")
 BUDGETS = (6, 10, 20, 50)

@@ -22,8 +22,8 @@ from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import LINEAR
 from atoll.diffusion.solvers import euler, uniform_times
 from atoll.diffusion.transfer import Transfer
-from atoll.models.dit import TextContext
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.dit import TextContext
+from atoll.networks.router import Router, RouterConfig
 from atoll.sampling.ensemble import Ensemble, generate, initial_noise
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import Routing, get_routing

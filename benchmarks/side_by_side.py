@@ -20,7 +20,7 @@ from diffusers import PixArtTransformer2DModel
 from torch import Tensor
 from torch.nn import functional as F
 
-from atoll.models.dit import DiT, DiTConfig
+from atoll.networks.dit import DiT, DiTConfig
 
 WIDTH, DEPTH, NUM_HEADS = 256, 6, 4
 SIZE, CHANNELS, PATCH = 16, 4, 2  # 64 image tokens

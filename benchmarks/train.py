@@ -22,15 +22,15 @@ import torch
 from tqdm import tqdm
 from train_step import make_step
 
-from atoll.data.clusters import partition
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
+from atoll.partition.partition import partition
+from atoll.training.distributed import Team
 from atoll.training.expert import ExpertTask
 from atoll.training.loop import Session
 from atoll.training.settings import ExpertSettings
-from atoll.training.team import Team
 
 MODEL = f"{WIDTH}x{DEPTH}/2"
 

@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.data.builtin import make
-from atoll.data.clusters import partition
 from atoll.data.prepare import Settings, prepare
 from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective
@@ -24,6 +23,7 @@ from atoll.diffusion.prediction import Prediction, x0_weight
 from atoll.diffusion.schedules import LINEAR, SCHEDULES
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, Step, euler, uniform_times
 from atoll.diffusion.transfer import Conversion, Safeguards, Transfer
+from atoll.partition.partition import partition
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

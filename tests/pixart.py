@@ -4,7 +4,7 @@ import torch
 from diffusers import PixArtTransformer2DModel
 from torch import Tensor, nn
 
-from atoll.models.dit import DiT, DiTConfig, sincos_positions
+from atoll.networks.dit import DiT, DiTConfig, sincos_positions
 
 WIDTH, DEPTH, NUM_HEADS, SIZE, TEXT_DIM = 32, 3, 4, 8, 24
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import main
-from atoll.data.clusters import partition
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError
-from atoll.models.expert import Expert
+from atoll.networks.expert import Expert
+from atoll.partition.partition import partition
 from atoll.sampling import assemble as module
 from atoll.sampling.assemble import ModelIndex, assemble, copy_model, find_model, objective_name
 from atoll.training import expert as expert_module

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import ImageColor, ImageFilter
 
-from atoll.data import avatars, builtin, shapes
-from atoll.data.avatar_reader import read_avatar, read_avatars
-from atoll.data.avatars import attributes_of, caption_of, combinations, draw_avatar, is_heldout
-from atoll.data.builtin import DIGIT_WORDS, NAMES, NUM_DIGITS, Example, make
+from atoll.data import builtin
+from atoll.data.builtin import DIGIT_WORDS, NAMES, NUM_DIGITS, Example, avatars, make, shapes
+from atoll.data.builtin.avatar_reader import read_avatar, read_avatars
+from atoll.data.builtin.avatars import attributes_of, caption_of, combinations, draw_avatar, is_heldout
 from atoll.errors import InputError
 
 COMBINATIONS = list(combinations())

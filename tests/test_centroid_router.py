@@ -7,7 +7,7 @@ from torch.distributions import MultivariateNormal
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
-from atoll.models.centroids import CentroidRouter, CentroidRouterConfig
+from atoll.networks.centroid_router import CentroidRouter, CentroidRouterConfig
 
 K, C, S, D = 5, 3, 4, 6
 TIMES = torch.tensor([0.0, 0.01, 0.3, 0.7, 0.99, 1.0], dtype=torch.float64)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from sklearn.decomposition import PCA
 from torch import nn
 
-from atoll.data import codecs, pretrained
-from atoll.data.codecs import VAE, PatchPCA, default_patch, load_codec, make_codec, needs_sample
-from atoll.data.pretrained import check_same, fingerprint, locate
+from atoll.encoders import codecs, pretrained
+from atoll.encoders.codecs import VAE, PatchPCA, default_patch, load_codec, make_codec, needs_sample
+from atoll.encoders.pretrained import check_same, fingerprint, locate
 from atoll.errors import InputError
 
 
@@ -378,7 +378,7 @@ class TestVAE:
     def test_weights_are_not_mapped(self, broken):
         """Cutting the file short afterwards kills no process, and the weights stay what they were."""
         program = (
-            "import os, sys, torch; from atoll.data.codecs import make_codec\n"
+            "import os, sys, torch; from atoll.encoders.codecs import make_codec\n"
             "codec = make_codec(f'vae:{sys.argv[1]}'); path = sys.argv[1] + '/diffusion_pytorch_model.safetensors'\n"
             "os.truncate(path, 0); codec.encode(torch.zeros(1, 3, 32, 32)); print(codec.describe()['fingerprint'])"
         )
@@ -659,7 +659,7 @@ def test_a_fresh_process_agrees(tmp_path):
     """For weights in general; test_text.py has a fresh process with transformers."""
     make_codec("pca", sample=pictures(50)).save(tmp_path)
     program = (
-        "import sys; from atoll.data.codecs import load_codec, make_codec\n"
+        "import sys; from atoll.encoders.codecs import load_codec, make_codec\n"
         "for codec in (load_codec(sys.argv[1]), make_codec('pixels')): print(codec.describe()['fingerprint'])"
     )
     run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

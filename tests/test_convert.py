@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.cli.main import main
+from atoll.convert import REPORT, Wanted, convert, describe, reading, save
+from atoll.convert.common import spacing_of
+from atoll.convert.diffusers_export import export
+from atoll.convert.modulation import Layer, TimeMLP, fit_single
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError
-from atoll.models.convert import REPORT, Wanted, convert, describe, reading, save
-from atoll.models.convert.common import spacing_of
-from atoll.models.convert.diffusers_export import export
-from atoll.models.convert.modulation import Layer, TimeMLP, fit_single
-from atoll.models.dit import DiT, DiTConfig, sincos_positions
+from atoll.networks.dit import DiT, DiTConfig, sincos_positions
 from published import CLASSES, DEPTH, HEADS, SIZE, WIDTH, class_dit, layer, pixart, places, run_class_dit, run_pixart
 from published import draw as draw_weights
 
@@ -764,7 +764,7 @@ class TestBadInput:
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("atoll.models.store.save_file", full)
+        monkeypatch.setattr("atoll.networks.stored.save_file", full)
         with pytest.raises(InputError, match="No space left"):
             save(made, tmp_path / "out")
         assert not (tmp_path / "out").exists()

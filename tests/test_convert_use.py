@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.cli.main import main
-from atoll.data.clusters import partition
+from atoll.convert import Wanted, convert
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
@@ -20,8 +20,8 @@ from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.diffusion.transfer import Transfer
 from atoll.errors import InputError
-from atoll.models.convert import Wanted, convert
-from atoll.models.expert import Expert
+from atoll.networks.expert import Expert
+from atoll.partition.partition import partition
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.paris import assemble_paris

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.data.avatars import attributes_of, is_heldout
+from atoll.data.builtin.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
-from atoll.evaluation.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, _flags, run_demo
-from atoll.evaluation.judge import Asked, Kept
+from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, _flags, run_demo
+from atoll.experiments.judge import Asked, Kept
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]

@@ -17,24 +17,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atoll.cli.main import main
-from atoll.data.clusters import partition
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
-from atoll.data.text import load_text_encoder
 from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.schedules import LINEAR
+from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
-from atoll.models.expert import Expert
+from atoll.networks.expert import Expert
+from atoll.partition.partition import partition
 from atoll.sampling.assemble import ModelIndex, assemble
 from atoll.sampling.ensemble import Ensemble
 from atoll.sampling.expert import FolderExpert, FunctionExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.training import distill as module
 from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill, preview_student
-from atoll.training.journal import read_metrics
+from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import DistillSettings, read_recipe
 from test_assemble import parts
 from test_ensemble import perfect, transfers_of

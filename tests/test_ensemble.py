@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.data.text import make_text_encoder
 from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.objective import get_objective
 from atoll.diffusion.oracle import ClusteredGaussians
@@ -23,12 +22,13 @@ from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import LINEAR, SCHEDULES
 from atoll.diffusion.solvers import SOLVERS, Step, uniform_times
 from atoll.diffusion.transfer import Calibration, Conversion, Transfer
+from atoll.encoders.text import make_text_encoder
 from atoll.errors import InputError
-from atoll.models.centroids import CentroidRouter
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.expert import Expert
-from atoll.models.presets import preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.centroid_router import CentroidRouter
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.expert import Expert
+from atoll.networks.presets import preset
+from atoll.networks.router import Router, RouterConfig
 from atoll.sampling.ensemble import Ensemble, Routed, generate, image_generators, initial_noise
 from atoll.sampling.expert import FolderExpert, FunctionExpert, Prompts, VelocityExpert
 from atoll.sampling.routing import POLICIES, Routing, get_routing
@@ -516,7 +516,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from atoll.data.text import make_text_encoder
+from atoll.encoders.text import make_text_encoder
 from atoll.diffusion.solvers import uniform_times
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.diffusion.guidance import Guidance

@@ -16,22 +16,22 @@ from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_sample_images
 
 from atoll.cli.main import main
-from atoll.data.codecs import load_codec
-from atoll.data.features import make_features
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
-from atoll.data.sheets import decode_rows
 from atoll.data.sources import Source
+from atoll.data.view import decode_rows
+from atoll.encoders.codecs import load_codec
+from atoll.encoders.features import make_features
 from atoll.errors import InputError
-from atoll.evaluation import evaluate as module
-from atoll.evaluation.comparison import draw_metrics, draw_samples, name_of, render_table, spoken, with_error
-from atoll.evaluation.diversity import Distance
-from atoll.evaluation.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
-from atoll.evaluation.judge import are_right, images_of
-from atoll.evaluation.sanity import Check, crowded, doubts_about, quilts_of
-from atoll.evaluation.store import Store
-from atoll.evaluation.yardstick import Settings
+from atoll.experiments import evaluate as module
+from atoll.experiments.cache import Store
+from atoll.experiments.comparison import draw_metrics, draw_samples, name_of, render_table, spoken, with_error
+from atoll.experiments.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
+from atoll.experiments.judge import are_right, images_of
+from atoll.experiments.measure import Settings
+from atoll.experiments.sanity import Check, crowded, doubts_about, quilts_of
+from atoll.metrics.diversity import Distance
 from atoll.sampling.assemble import ModelIndex, assemble
 from atoll.sampling.pipeline import AtollPipeline
 from test_assemble import parts
@@ -283,7 +283,7 @@ class TestGoingOn:
         program = """
 import sys, numpy as np
 from pathlib import Path
-from atoll.evaluation.store import Store
+from atoll.experiments.cache import Store
 for number in range(30):
     parts = Store.at(Path(sys.argv[1]), {"number": number}, 2).rows(4, lambda some: np.full((2, 50_000), some.start))
     assert [int(part.sum()) for part in parts] == [0, 200_000]
@@ -356,7 +356,7 @@ class TestRefused:
             Evaluation(data, tmp_path, replace(SETTINGS, metrics=("clip",)), progress=False)
         with pytest.raises(InputError, match="accuracy cannot be measured: the captions are not those of avatars"):
             Evaluation(data, tmp_path, replace(SETTINGS, metrics=("accuracy",)), ["a dog"], progress=False)
-        monkeypatch.setattr("atoll.evaluation.diversity.PACKAGE", "no-such-package")
+        monkeypatch.setattr("atoll.metrics.diversity.PACKAGE", "no-such-package")
         left_out = Evaluation(data, tmp_path, replace(SETTINGS, metrics=()), progress=False).left_out
         assert "pip install 'atoll[eval]'" in left_out["diversity"]
         assert "--clip" in left_out["clip"]

@@ -13,9 +13,9 @@ from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 from torch.nn import functional as F
 
-from atoll.data.features import IMAGENET_MEAN, IMAGENET_STD, Features, load_features, make_features
-from atoll.data.pretrained import check_same
-from atoll.data.text import make_text_encoder
+from atoll.encoders.features import IMAGENET_MEAN, IMAGENET_STD, Features, load_features, make_features
+from atoll.encoders.pretrained import check_same
+from atoll.encoders.text import make_text_encoder
 from atoll.errors import InputError
 
 
@@ -279,7 +279,7 @@ def test_bad_input(tmp_path):
 
 def test_a_fresh_process_agrees(features):
     program = (
-        "from atoll.data.features import make_features\n"
+        "from atoll.encoders.features import make_features\n"
         "for spec in ('simple', 'efficientnet'): print(make_features(spec).describe()['fingerprint'])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

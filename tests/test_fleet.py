@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.diffusion.objective import OBJECTIVES
+from atoll.engines import local as fleet
+from atoll.engines.local import Job, Metrics, Result, find_slots, parse_inits, parse_objectives, run_jobs
 from atoll.errors import InputError
-from atoll.training import fleet
-from atoll.training.fleet import Job, Metrics, Result, find_slots, parse_inits, parse_objectives, run_jobs
 
 CHILD = """
 import json, os, signal, sys, time
@@ -328,7 +328,7 @@ class TestStopping:
         if number == signal.SIGKILL and sys.platform != "linux":
             pytest.skip("only Linux tells a process that its parent is gone")
         jobs = [job(k, "wait_and_save()") for k in range(2)]
-        program = "from pathlib import Path\nfrom atoll.training.fleet import Job, run_jobs\n"
+        program = "from pathlib import Path\nfrom atoll.engines.local import Job, run_jobs\n"
         program += f"run_jobs([{', '.join(map(repr, jobs))}], [{{}}] * 2)"
         program = program.replace("PosixPath", "Path")
         parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)

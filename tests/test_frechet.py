@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from atoll.errors import InputError
-from atoll.evaluation.frechet import (
+from atoll.metrics.frechet import (
     Moments,
     Scatter,
     frechet_distance,

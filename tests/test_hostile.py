@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atoll import files
+from atoll import storage as files
 from atoll.cli.main import main
 from atoll.errors import InputError, printable, shown
-from atoll.models.centroids import CentroidRouter
-from atoll.models.dit import DiT
-from atoll.models.router import Router
-from atoll.models.store import Stored
+from atoll.networks.centroid_router import CentroidRouter
+from atoll.networks.dit import DiT
+from atoll.networks.router import Router
+from atoll.networks.stored import Stored
 from atoll.sampling import assemble as module
 from atoll.sampling.assemble import ModelIndex, assemble
 from atoll.sampling.pipeline import AtollPipeline

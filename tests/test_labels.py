@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from atoll.errors import InputError
-from atoll.evaluation.labels import MOST, Reader, why_unreadable
+from atoll.metrics.labels import MOST, Reader, why_unreadable
 
 
 @pytest.fixture(scope="module")

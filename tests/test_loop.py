@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from atoll.errors import InputError
-from atoll.models.dit import DiT, DiTConfig
+from atoll.networks.dit import DiT, DiTConfig
 from atoll.tensors import TensorFile
-from atoll.training import loop, state
-from atoll.training.journal import Journal, read_metrics
+from atoll.training import checkpoint as state
+from atoll.training import loop
 from atoll.training.loop import Order, mixed_seed, seeded, train
+from atoll.training.metrics_log import Journal, read_metrics
 from atoll.training.settings import Settings
 
 TOY = Settings(steps=12, batch=8, log_every=4, save_every=4, eval_every=6, sample_every=0, lr=1e-3)

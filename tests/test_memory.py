@@ -12,9 +12,9 @@ from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.errors import InputError
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.presets import preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.presets import preset
+from atoll.networks.router import Router, RouterConfig
 from atoll.training import memory
 from atoll.training.memory import (
     CUDA_BASE,

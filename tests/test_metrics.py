@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from atoll.data.features import Inception, load_features, make_features
-from atoll.data.inception import InceptionV3
-from atoll.data.pretrained import public_spec
+from atoll.encoders.features import Inception, load_features, make_features
+from atoll.encoders.inception import InceptionV3
+from atoll.encoders.pretrained import public_spec
 from atoll.errors import InputError
-from atoll.evaluation import diversity
-from atoll.evaluation.clip_score import CLIPScore
-from atoll.evaluation.coverage import measure_coverage
-from atoll.evaluation.diversity import Distance
-from atoll.evaluation.kernel import kernel_distance, squared_discrepancy
+from atoll.metrics import diversity
+from atoll.metrics.clip_score import CLIPScore
+from atoll.metrics.coverage import measure_coverage
+from atoll.metrics.diversity import Distance
+from atoll.metrics.kernel import kernel_distance, squared_discrepancy
 from tiny_models import write_tokenizer
 
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.errors import InputError
-from atoll.models.dit import DiT, DiTConfig, sincos_positions
-from atoll.models.presets import SIZES, preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.dit import DiT, DiTConfig, sincos_positions
+from atoll.networks.presets import SIZES, preset
+from atoll.networks.router import Router, RouterConfig
 from pixart import SIZE, TEXT_DIM, make_pair
 
 

@@ -42,6 +42,7 @@ def test_a_data_set(cluster):
 
 def test_training_on_it(tmp_path):
     data = shutil.copytree(OLD / "data", tmp_path / "data")
-    main(["train", str(data), "--cluster", "1", "--init", str(OLD / "model" / "expert_1"), "--out", str(tmp_path / "run"),
-          "--steps", "2", "--batch", "2", "--model", "16x1/1", "--sample-every", "0"])  # fmt: skip
+    first = OLD / "model" / "expert_1"
+    main(["train", str(data), "--cluster", "1", "--init", str(first), "--out", str(tmp_path / "run"), "--steps", "2",
+           "--batch", "2", "--model", "16x1/1", "--sample-every", "0"])  # fmt: skip
     assert (tmp_path / "run" / "config.json").exists()

@@ -22,13 +22,13 @@ from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
-from atoll.files import alone, digest_of
 from atoll.sampling import pipeline as module
 from atoll.sampling.assemble import ModelIndex, assemble
 from atoll.sampling.ensemble import initial_noise
 from atoll.sampling.pipeline import AtollPipeline, Samples
 from atoll.sampling.routing import get_routing
 from atoll.sampling.trace import ImageTrace, draw_grid, draw_trace, file_name, read_metadata, write_image
+from atoll.storage import alone, digest_of
 from atoll.training.expert import train_expert
 from test_assemble import KINDS, QUICK, edit, parts
 

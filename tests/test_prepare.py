@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from atoll.data import prepare as module
 from atoll.data import shards
-from atoll.data.codecs import load_codec, make_codec
 from atoll.data.prepare import Settings, count, prepare, split_of
-from atoll.data.pretrained import check_same
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
-from atoll.data.text import load_text_encoder
+from atoll.encoders.codecs import load_codec, make_codec
+from atoll.encoders.pretrained import check_same
+from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
-from atoll.files import alone
+from atoll.storage import alone
 from test_sources import png, write, write_tar
 
 SMALL = Settings(size=16)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.errors import InputError
-from atoll.models.prior import RIDGES, TextPrior
+from atoll.networks.text_prior import RIDGES, TextPrior
 
 
 def data(num=400, dim=6, seed=0):

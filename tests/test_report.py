@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.evaluation.report import Curve, Gallery, Labelled, Traced, _flops, _time, render
+from atoll.experiments.report import Curve, Gallery, Labelled, Traced, _flops, _time, render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = {"phone": 360, "desktop": 1280}

@@ -11,11 +11,11 @@ import pytest
 
 from atoll.cli.main import VERBS, main
 from atoll.errors import InputError
-from atoll.evaluation.evaluate import Sampling
-from atoll.evaluation.paper_scale import tell_commands
-from atoll.evaluation.reproduce import Recipe, copy_folder, reproduce
-from atoll.evaluation.studies import COUNTS, NAMES, get_study, parts_of
-from atoll.evaluation.tables import render_results
+from atoll.experiments.evaluate import Sampling
+from atoll.experiments.paper_scale import tell_commands
+from atoll.experiments.reproduce import Recipe, copy_folder, reproduce
+from atoll.experiments.studies import COUNTS, NAMES, get_study, parts_of
+from atoll.experiments.tables import render_results
 
 PAPER = "reproduce_paper"
 RECIPE = """

@@ -11,10 +11,10 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 
 from atoll.errors import InputError
-from atoll.models import store
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.presets import preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks import stored as store
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.presets import preset
+from atoll.networks.router import Router, RouterConfig
 
 EXPERT = DiTConfig(**preset("xs/2", input_size=8, text_dim=16))
 ROUTER = RouterConfig(**preset("xs/2", input_size=8, text_dim=None), num_experts=3)

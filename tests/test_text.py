@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from atoll.data import text
-from atoll.data.pretrained import check_same
-from atoll.data.text import (
+from atoll.encoders import text
+from atoll.encoders.pretrained import check_same
+from atoll.encoders.text import (
     BEGIN,
     CHARACTERS,
     NUM_IDS,
@@ -25,8 +25,8 @@ from atoll.data.text import (
     word_id,
 )
 from atoll.errors import InputError
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.presets import preset
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.presets import preset
 from tiny_models import write_tokenizer
 
 CAPTIONS = ["", "a red hat, a blue body", "猫が好き", "a " * 100, "Größe naïve", "!?", "🐱 cat"]
@@ -388,7 +388,7 @@ class TestCLIP:
 
 def test_a_fresh_process_agrees(clip):
     program = (
-        "import sys, json, hashlib; from atoll.data.text import make_text_encoder\n"
+        "import sys, json, hashlib; from atoll.encoders.text import make_text_encoder\n"
         "for spec in ('words', 'clip:' + sys.argv[1]):\n"
         "    encoder = make_text_encoder(spec)\n"
         "    ids = encoder.tokenize(json.loads(sys.argv[2]))\n"

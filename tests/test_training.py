@@ -22,19 +22,19 @@ from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll.cli.main import VERBS, main
-from atoll.data.clusters import partition
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
-from atoll.models.centroids import CentroidRouter
-from atoll.models.expert import Expert
-from atoll.models.router import Router
+from atoll.networks.centroid_router import CentroidRouter
+from atoll.networks.expert import Expert
+from atoll.networks.router import Router
+from atoll.partition.partition import partition
 from atoll.training import router as router_module
 from atoll.training.expert import train_expert
-from atoll.training.journal import read_metrics
+from atoll.training.metrics_log import read_metrics
 from atoll.training.router import calibration_error, fit_temperature, train_router
 from atoll.training.settings import ExpertSettings, RouterSettings, read_recipe, recipe_names
 from test_loop import figures

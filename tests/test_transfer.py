@@ -13,8 +13,8 @@ from atoll.diffusion.schedules import LINEAR, SCHEDULES
 from atoll.diffusion.solvers import SOLVERS, uniform_times
 from atoll.diffusion.transfer import Calibration, Conversion, Predict, Safeguards, Transfer
 from atoll.errors import InputError
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.presets import preset
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.presets import preset
 
 COSINE = SCHEDULES["cosine"]
 DATA = ClusteredGaussians.random(1, 4, 16)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import InputError, shown
-from atoll.files import open_regular, parse_json, reason_of
+from atoll.storage import open_regular, parse_json, reason_of
 
 MAX_HEADER = 100 << 20  # bytes, the format's own limit
 MAX_DIMS = 16

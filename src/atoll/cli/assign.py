@@ -16,7 +16,7 @@ def assign(data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DA
         data: A folder that `atoll prepare` has made, with the features of the other.
         to: The folder that holds partition.json and centroids.safetensors of the existing partition.
     """
-    from atoll.data.clusters import assign_to
+    from atoll.partition.partition import assign_to
 
     for line in assign_to(data, to):
         print(line)

@@ -54,9 +54,9 @@ def convert(
         calibrate: With --as-is and --data, how many held-out pictures show how far it can be trusted; 0 for none.
         seed: Of weights that the checkpoint does not have.
     """
+    from atoll.convert import Wanted
     from atoll.errors import InputError, printable
-    from atoll.files import resolved
-    from atoll.models.convert import Wanted
+    from atoll.storage import resolved
 
     wanted = Wanted(label, as_is, text_dim, size, heads, kind, fit, objective, license, seed)
     if to != "expert" and (data is not None or cluster != "all"):
@@ -69,7 +69,7 @@ def convert(
     if resolved(out) in (checkpoint, *checkpoint.parents):
         raise InputError(f"--out {out} holds the checkpoint itself: choose another folder")
     if to == "diffusers":
-        from atoll.models.convert.diffusers_export import export
+        from atoll.convert.diffusers_export import export
 
         if wanted != Wanted():
             raise InputError("--to diffusers takes an expert as it is: leave out everything but --out")
@@ -89,8 +89,8 @@ def _make_expert(
     from dataclasses import replace
 
     from atoll.cli.train import parse_cluster
+    from atoll.convert import check_out, convert, describe, save
     from atoll.errors import InputError
-    from atoll.models.convert import check_out, convert, describe, save
 
     check_out(out)
     number = parse_cluster(cluster)
@@ -102,7 +102,7 @@ def _make_expert(
         next_step = f"next: atoll train DATA --cluster K --init {out} --out EXPERT"
     else:
         from atoll.data.shards import Dataset
-        from atoll.data.text import load_text_encoder
+        from atoll.encoders.text import load_text_encoder
 
         dataset = Dataset.open(data, number)
         about = dataset.about
@@ -135,10 +135,10 @@ def _calibrated(converted: Any, data: Any, num: int) -> Any:
     import torch
     from torch import Tensor, nn
 
-    from atoll.data.text import load_text_encoder
-    from atoll.models.prior import TextPrior
+    from atoll.data.view import Rows
+    from atoll.encoders.text import load_text_encoder
+    from atoll.networks.text_prior import TextPrior
     from atoll.training.calibrate import judge
-    from atoll.training.rows import Rows
 
     class Deaf(nn.Module):
         def forward(self, x: Tensor, t: Tensor, text: Tensor, mask: Tensor) -> Tensor:

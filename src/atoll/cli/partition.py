@@ -31,7 +31,7 @@ def partition(
         balance: No cluster may hold more than this times the mean.
         seed: Of the random numbers.
     """
-    from atoll.data.clusters import partition as cut
+    from atoll.partition.partition import partition as cut
 
     summary = cut(data, experts, method=method, fine=fine, metric=metric, cap=balance, seed=seed)
     for line in summary:

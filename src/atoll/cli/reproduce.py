@@ -41,8 +41,8 @@ def reproduce(
     from dataclasses import replace
 
     from atoll.errors import InputError
-    from atoll.evaluation.reproduce import Recipe
-    from atoll.evaluation.reproduce import reproduce as repeat
+    from atoll.experiments.reproduce import Recipe
+    from atoll.experiments.reproduce import reproduce as repeat
 
     if not what:
         raise InputError("there is nothing to reproduce: name a comparison, such as table1")
@@ -51,7 +51,7 @@ def reproduce(
     if seeds is not None:
         found = replace(found, plan=replace(found.plan, seeds=seeds))
     if scale == "paper":
-        from atoll.evaluation.paper_scale import tell_commands
+        from atoll.experiments.paper_scale import tell_commands
 
         print(*tell_commands(what, found, recipe, data or "data"), sep="\n")
         return

@@ -182,7 +182,7 @@ def _check(num_prompts: int, num: int, batch: int, seed: int, steps: int, guidan
 def _made(out: Path) -> Iterator[None]:
     """The folder is made before the work, and held while it lasts; if nothing came of that, it goes again."""
     from atoll.errors import InputError
-    from atoll.files import alone, reason_of
+    from atoll.storage import alone, reason_of
 
     try:
         new = not out.exists()
@@ -221,7 +221,7 @@ def _prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 def _read(file: str) -> list[str]:
     """The lines of a file, or of the standard input."""
     from atoll.errors import InputError
-    from atoll.files import KINDS, read_bytes, reason_of
+    from atoll.storage import KINDS, read_bytes, reason_of
 
     what = "the standard input" if file == "-" else file
     try:

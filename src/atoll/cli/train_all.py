@@ -48,7 +48,7 @@ def train_all(
             [expert], of the router in [router], of both above them; flags win over it.
         dry_run: Print what each would be trained with, the memory it needs and how many run at a time, and stop.
     """
-    from atoll.training.everyone import preview_everyone, train_everyone
+    from atoll.engines.train_all import preview_everyone, train_everyone
 
     del recipe  # read before the flags were: main.py
     do = preview_everyone if dry_run else train_everyone

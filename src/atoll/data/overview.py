@@ -8,8 +8,9 @@ import numpy as np
 from PIL import Image
 
 from atoll.data.shards import Dataset, cluster_folders
-from atoll.data.sheets import contact_sheet, decode_rows
-from atoll.files import open_regular, parse_json, reason_of
+from atoll.data.view import decode_rows
+from atoll.plots.contact_sheet import contact_sheet
+from atoll.storage import open_regular, parse_json, reason_of
 
 ON_A_SHEET = 96
 MAX_LINE = 1 << 20  # bytes of a line of rejected.jsonl

@@ -27,17 +27,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.data.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.data.duplicates import Duplicates
-from atoll.data.features import Features, Simple, make_features
 from atoll.data.images import Picture, Transform
-from atoll.data.pretrained import check_same, public_spec
 from atoll.data.shards import FORMAT, HELD_OUT, MAX_SIZE, TRAIN, Shard, check_described, write_shard, write_sums
 from atoll.data.sources import DAMAGED, Item, Reading, Source
-from atoll.data.text import TextEncoder, make_text_encoder
 from atoll.data.workers import Readers, readers
+from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
+from atoll.encoders.features import Features, Simple, make_features
+from atoll.encoders.pretrained import check_same, public_spec
+from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.errors import InputError, printable, shown
-from atoll.files import alone, digest_of, make_folder, open_regular, read_json, write_json, write_whole
+from atoll.storage import alone, digest_of, make_folder, open_regular, read_json, write_json, write_whole
 from atoll.tensors import read_tensors
 
 Model = TypeVar("Model", Codec, Features)

@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from atoll.errors import InputError, shown
-from atoll.files import MAX_JSON, digest_of, known_digest, open_regular, read_bytes, read_json, reason_of, write_whole
+from atoll.storage import MAX_JSON, digest_of, known_digest, open_regular, read_bytes, read_json, reason_of, write_whole
 from atoll.tensors import Entry, check_memory, read_header
 
 FORMAT = 1

@@ -26,7 +26,7 @@ from PIL import Image
 from atoll.data.builtin import NAMES, make
 from atoll.data.images import Picture, Rejected, Transform, read_picture
 from atoll.errors import InputError, printable, shown
-from atoll.files import KINDS, open_regular, parse_json, read_bytes, real_path, reason_of
+from atoll.storage import KINDS, open_regular, parse_json, read_bytes, real_path, reason_of
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 METADATA = ("metadata.jsonl", "metadata.csv")

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.errors import InputError, unknown
-from atoll.files import parse_json, write_whole
+from atoll.storage import parse_json, write_whole
 from atoll.tensors import TensorFile
 
 CHUNK = 4096  # rows read at once; fixed, so that no result depends on it

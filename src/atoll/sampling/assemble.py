@@ -22,14 +22,20 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from atoll.config import build
-from atoll.data.codecs import FOLDER as CODEC
-from atoll.data.codecs import load_codec
-from atoll.data.pretrained import named
-from atoll.data.text import FOLDER as TEXT
-from atoll.data.text import TOKENIZER, load_text_encoder
+from atoll.convert import REPORT
 from atoll.diffusion.objective import OBJECTIVES, Objective
+from atoll.encoders.codecs import FOLDER as CODEC
+from atoll.encoders.codecs import load_codec
+from atoll.encoders.pretrained import named
+from atoll.encoders.text import FOLDER as TEXT
+from atoll.encoders.text import TOKENIZER, load_text_encoder
 from atoll.errors import InputError, shown
-from atoll.files import (
+from atoll.networks.centroid_router import CentroidRouter
+from atoll.networks.dit import DiT
+from atoll.networks.expert import CALIBRATION, Expert
+from atoll.networks.router import Router
+from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
+from atoll.storage import (
     alone,
     check_size,
     digest_of,
@@ -42,12 +48,6 @@ from atoll.files import (
     resolved,
     write_json,
 )
-from atoll.models.centroids import CentroidRouter
-from atoll.models.convert import REPORT
-from atoll.models.dit import DiT
-from atoll.models.expert import CALIBRATION, Expert
-from atoll.models.router import Router
-from atoll.models.store import CONFIG, WEIGHTS, folder_of
 from atoll.tensors import TensorFile
 
 INDEX, ROUTER = "model_index.json", "router"

@@ -23,9 +23,9 @@ from atoll.diffusion.schedules import over
 from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, NotFiniteError
-from atoll.models.centroids import CentroidRouter
-from atoll.models.dit import TextContext
-from atoll.models.router import Router
+from atoll.networks.centroid_router import CentroidRouter
+from atoll.networks.dit import TextContext
+from atoll.networks.router import Router
 from atoll.sampling.expert import FolderExpert, Prompts, Reading, Shape, VelocityField, guided_velocity
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
 

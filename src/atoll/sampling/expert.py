@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from atoll.config import build
-from atoll.data.text import TextEncoder
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.transfer import Conversion, Predict, Transfer
+from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
-from atoll.files import read_json
-from atoll.models.dit import DiT, TextContext
-from atoll.models.expert import CALIBRATION, Expert, learned_guidance
-from atoll.models.prior import TextPrior
-from atoll.models.store import CONFIG, WEIGHTS, folder_of
+from atoll.networks.dit import DiT, TextContext
+from atoll.networks.expert import CALIBRATION, Expert, learned_guidance
+from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
+from atoll.networks.text_prior import TextPrior
+from atoll.storage import read_json
 from atoll.tensors import read_tensors
 
 Shape = tuple[int, ...]

@@ -9,7 +9,7 @@ from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.prediction import Estimate, estimate
 from atoll.diffusion.solvers import ddim
 from atoll.errors import unknown
-from atoll.models.expert import Expert
+from atoll.networks.expert import Expert
 from atoll.sampling.ensemble import image_generators, noise
 from atoll.sampling.expert import Prompts, Reading
 

@@ -7,13 +7,13 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from atoll.data.codecs import load_codec
-from atoll.data.text import load_text_encoder
+from atoll.convert import convert, save
+from atoll.convert.common import Wanted
+from atoll.encoders.codecs import load_codec
+from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
-from atoll.files import real_path, reason_of, resolved
-from atoll.models.convert import convert, save
-from atoll.models.convert.common import Wanted
 from atoll.sampling.assemble import ROUTER, assemble, check_free
+from atoll.storage import real_path, reason_of, resolved
 
 
 def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted()) -> Sequence[str]:  # noqa: B008

@@ -20,18 +20,16 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.data.codecs import FOLDER as CODEC
-from atoll.data.codecs import load_codec
-from atoll.data.pretrained import dtype_name
-from atoll.data.sheets import pictures_of
-from atoll.data.text import FOLDER as TEXT
-from atoll.data.text import TOKENIZER, TextEncoder, load_text_encoder
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
+from atoll.encoders.codecs import FOLDER as CODEC
+from atoll.encoders.codecs import load_codec, pictures_of
+from atoll.encoders.pretrained import dtype_name
+from atoll.encoders.text import FOLDER as TEXT
+from atoll.encoders.text import TOKENIZER, TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
-from atoll.files import read_json
-from atoll.models.store import CONFIG, DTYPES, WEIGHTS
+from atoll.networks.stored import CONFIG, DTYPES, WEIGHTS
 from atoll.sampling import defaults
 from atoll.sampling.assemble import (
     INDEX,
@@ -48,6 +46,7 @@ from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.routing import POLICIES, Routing, get_routing
 from atoll.sampling.trace import ImageTrace, Preview
+from atoll.storage import read_json
 from atoll.tensors import TensorFile
 
 OUTPUTS = ("pil", "np", "pt", "latent")

@@ -18,9 +18,9 @@ from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 from torch import Tensor
 
-from atoll.data.sheets import FAINT, INK, PAPER, colour_of
 from atoll.errors import InputError
-from atoll.files import open_regular, parse_json, read_bytes, reason_of, write_whole
+from atoll.plots.contact_sheet import FAINT, INK, PAPER, colour_of
+from atoll.storage import open_regular, parse_json, read_bytes, reason_of, write_whole
 
 LINE, EDGE = "#d5dbe1", 24
 SHARP = 3  # areas are drawn so many times larger, and scaled down, for smooth edges

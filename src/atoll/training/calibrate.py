@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atoll.data.text import TextEncoder
+from atoll.data.view import AT_A_TIME, Rows, spread_times
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import estimate
 from atoll.diffusion.transfer import Calibration, products
-from atoll.models.centroids import mean_token
-from atoll.models.prior import TextPrior
-from atoll.training.rows import AT_A_TIME, Rows, spread_times
+from atoll.encoders.text import TextEncoder
+from atoll.networks.centroid_router import mean_token
+from atoll.networks.text_prior import TextPrior
 
 EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
 NUM_BINS = 24

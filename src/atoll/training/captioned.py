@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from atoll.data.pretrained import check_same
 from atoll.data.shards import Dataset
-from atoll.data.text import load_text_encoder
+from atoll.data.view import Rows
+from atoll.encoders.pretrained import check_same
+from atoll.encoders.text import load_text_encoder
 from atoll.training.loop import Tensors
-from atoll.training.rows import Rows
 from atoll.training.settings import Settings
 
 

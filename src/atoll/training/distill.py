@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from atoll.data.shards import Dataset
+from atoll.data.view import Rows, refuse_inside, spread_times
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
-from atoll.files import read_json, resolved
-from atoll.models.expert import Expert
-from atoll.models.store import CONFIG, WEIGHTS
+from atoll.networks.expert import Expert
+from atoll.networks.stored import CONFIG, WEIGHTS
 from atoll.sampling.assemble import ModelIndex, find_model
 from atoll.sampling.ensemble import Ensemble
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import Routing
+from atoll.storage import read_json, resolved
+from atoll.training.dry_run import preview
 from atoll.training.expert import JUDGED, JUDGED_AT_THE_END, ExpertTask
 from atoll.training.loop import Tensors, train
-from atoll.training.preview import preview
-from atoll.training.rows import Rows, refuse_inside, spread_times
 from atoll.training.settings import DistillSettings
 
 ROUTINGS = {

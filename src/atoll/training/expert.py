@@ -9,25 +9,25 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.data.codecs import Codec, load_codec
-from atoll.data.pretrained import check_same, fingerprint
 from atoll.data.shards import Dataset
-from atoll.data.sheets import decode_rows, is_quick, pictures_of, sample_sheet
+from atoll.data.view import decode_rows, refuse_inside
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
+from atoll.encoders.codecs import Codec, is_quick, load_codec, pictures_of
+from atoll.encoders.pretrained import check_same, fingerprint
 from atoll.errors import InputError, shown
-from atoll.files import resolved
-from atoll.models.dit import DiT, DiTConfig
-from atoll.models.expert import Expert
-from atoll.models.presets import preset
-from atoll.models.prior import TextPrior
+from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.expert import Expert
+from atoll.networks.presets import preset
+from atoll.networks.text_prior import TextPrior
+from atoll.plots.contact_sheet import sample_sheet
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
+from atoll.storage import resolved
 from atoll.training.calibrate import Judgement, judge, measure_prior
 from atoll.training.captioned import CaptionedTask, bytes_of
+from atoll.training.dry_run import preview
 from atoll.training.loop import Tensors, seeded, train
-from atoll.training.preview import preview
-from atoll.training.rows import refuse_inside
 from atoll.training.settings import DistillSettings, ExpertSettings
 
 JUDGED, JUDGED_AT_THE_END = 512, 2048

@@ -24,16 +24,16 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.data.sheets import save_picture
 from atoll.errors import InputError, printable
-from atoll.files import open_regular, read_json, real_path, reason_of, write_json
-from atoll.models.dit import Trunk
-from atoll.training import state
-from atoll.training.journal import Journal
+from atoll.networks.dit import Trunk
+from atoll.plots.contact_sheet import save_picture
+from atoll.storage import open_regular, read_json, real_path, reason_of, write_json
+from atoll.training import checkpoint as state
+from atoll.training.checkpoint import Progress
+from atoll.training.distributed import Team
 from atoll.training.memory import Heap
+from atoll.training.metrics_log import Journal
 from atoll.training.settings import Settings, refuse_another
-from atoll.training.state import Progress
-from atoll.training.team import Team
 
 MOST_BAD_IN_A_ROW = 5
 WILD = 1000.0  # times the first loss, which is that of answering nothing: no run that learns comes near it

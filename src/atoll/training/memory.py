@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from atoll.errors import InputError, unknown
-from atoll.models.dit import DiT, DiTConfig, Trunk
-from atoll.models.presets import preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.dit import DiT, DiTConfig, Trunk
+from atoll.networks.presets import preset
+from atoll.networks.router import Router, RouterConfig
 from atoll.training.settings import Settings
 
 FLOAT = 4  # weights, gradients, moments and averages are float32, also under bf16 autocast

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.data.shards import Dataset
-from atoll.data.text import TextEncoder
+from atoll.data.view import AT_A_TIME, Rows, refuse_inside, spread_times
 from atoll.diffusion.schedules import LINEAR
+from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
-from atoll.files import read_json
-from atoll.models.centroids import CentroidRouter, mean_token
-from atoll.models.presets import preset
-from atoll.models.router import Router, RouterConfig
+from atoll.networks.centroid_router import CentroidRouter, mean_token
+from atoll.networks.presets import preset
+from atoll.networks.router import Router, RouterConfig
+from atoll.storage import read_json
 from atoll.training.captioned import CaptionedTask
+from atoll.training.distributed import Team
+from atoll.training.dry_run import preview
 from atoll.training.loop import Tensors, refuse_foreign, refuse_links, seeded, train
-from atoll.training.preview import preview
-from atoll.training.rows import AT_A_TIME, Rows, refuse_inside, spread_times
 from atoll.training.settings import RouterSettings
-from atoll.training.team import Team
 
 JUDGED, JUDGED_AT_THE_END = 1024, 4096
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is told

@@ -11,7 +11,7 @@ import tyro
 
 from atoll.config import build
 from atoll.errors import InputError, shown, unknown
-from atoll.files import read_bytes, reason_of, resolved
+from atoll.storage import read_bytes, reason_of, resolved
 
 if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait for torch
     import torch

@@ -1,0 +1,150 @@
+"""An expert as diffusers' PixArtTransformer2DModel: a folder that its from_pretrained loads, with the same outputs."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atoll.convert.common import check_free, spacing_of
+from atoll.errors import InputError, printable
+from atoll.networks.dit import DiT, sincos_positions
+from atoll.networks.stored import CONFIG
+from atoll.storage import read_json, write_json, write_whole
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+ABOUT = "atoll.json"
+LAYERS = {  # ours: theirs
+    "time_embed.mlp.0": "adaln_single.emb.timestep_embedder.linear_1",
+    "time_embed.mlp.2": "adaln_single.emb.timestep_embedder.linear_2",
+    "time_block": "adaln_single.linear",
+    "out": "proj_out",
+}
+MLP_TEXT = {"text_embed.0": "caption_projection.linear_1", "text_embed.2": "caption_projection.linear_2"}
+BLOCK_LAYERS = {
+    "attention.out": "attn1.to_out.0", "cross.q": "attn2.to_q", "cross.out": "attn2.to_out.0",
+    "mlp.0": "ff.net.0.proj", "mlp.2": "ff.net.2",
+}  # fmt: skip
+
+
+def export(expert: str | Path, out: str | Path) -> list[str]:
+    """Write the folder; what to tell."""
+    if not Path(expert).is_dir():
+        raise InputError(f"{expert} is not a folder: give that of an expert")
+    check_free(Path(out), {WEIGHTS, ABOUT, CONFIG}, ABOUT)
+    if read_json(Path(expert) / CONFIG, "give the folder of an expert").get("model") != DiT.__name__:
+        raise InputError(f"{expert} is no expert of Atoll's: only these are exported")
+    network = DiT.from_pretrained(expert, dtype=torch.float32)
+    spacing = check_expressible(network, str(expert))
+    folder, card = Path(out), network.card
+    weights = {name: value.contiguous() for name, value in translate(network).items()}
+    write_whole(folder / WEIGHTS, lambda staged: save_file(weights, staged, metadata={"format": "pt"}))
+    about = {
+        "made_by": "atoll convert --to diffusers",
+        "objective": card.get("objective"),
+        "time": f"timestep = {network.config.time_scale:g} t, t from 0 (data) to 1 (noise)",
+        **{key: card[key] for key in ("license", "latent_space", "text_encoder", "init", "data") if key in card},
+    }
+    write_json(folder / ABOUT, about)
+    write_json(folder / CONFIG, _config(network, spacing))
+    told = card.get("objective")
+    objective: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    what = f"{objective.get('prediction', 'unknown')} on the schedule {objective.get('schedule', 'unknown')}"
+    time = f"timestep {network.config.time_scale:g} t"
+    return [
+        f"{out}: PixArtTransformer2DModel, predicts {printable(what, 100)}, for {time} (see {ABOUT})",
+        f"licence: {printable(str(card.get('license', 'unknown')), 300)}",
+        f'next: PixArtTransformer2DModel.from_pretrained("{out}") in Python',
+    ]
+
+
+def check_expressible(network: DiT, name: str) -> float:
+    """Returns one over how far apart its places are; refuses what PixArtTransformer2DModel cannot express."""
+    config = network.config
+    faults = {
+        "per-block modulation": config.adaln == "block",
+        "no text": config.text_dim is None,
+        "a norm before cross-attention": config.cross_attention_norm and config.text_dim is not None,
+        "waves of the time in another spacing": config.frequency_shift != 0,
+        "MLPs that are not 4 times as wide as it": config.mlp_ratio != 4,
+    }
+    for fault, has in faults.items():
+        if has:
+            raise InputError(
+                f"{name} has {fault}, which diffusers' PixArtTransformer2DModel does not: it stays as it is"
+            )
+    side = config.input_size // config.patch_size
+    positions = network.positions.detach().float()
+    step = spacing_of(positions)
+    if step is not None and torch.allclose(positions, sincos_positions(config.hidden_size, side, step), atol=1e-5):
+        return 1 / step
+    raise InputError(f"{name} has learned its positions, and PixArtTransformer2DModel's are fixed: use it in Atoll")
+
+
+def _config(network: DiT, spacing: float) -> dict[str, Any]:
+    config = network.config
+    mlp_text = config.text_projection == "mlp"
+    return {
+        "_class_name": "PixArtTransformer2DModel",
+        "num_attention_heads": config.num_heads,
+        "attention_head_dim": config.hidden_size // config.num_heads,
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels or config.in_channels,
+        "num_layers": config.depth,
+        "cross_attention_dim": config.hidden_size if mlp_text else config.text_dim,
+        "caption_channels": config.text_dim if mlp_text else None,
+        "sample_size": config.input_size,
+        "patch_size": config.patch_size,
+        "norm_type": "ada_norm_single",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        "interpolation_scale": spacing,
+        "use_additional_conditions": False,
+    }
+
+
+def translate(network: DiT) -> dict[str, Tensor]:
+    """Their state dict. A linear text projection has no place there: it goes into the keys and values of each block."""
+    ours, config = dict(network.state_dict()), network.config
+    theirs: dict[str, Tensor] = {}
+    layers = dict(LAYERS)
+    width = config.hidden_size
+    patch = ours.pop("patch_embed.weight")
+    theirs["pos_embed.proj.weight"] = patch.unflatten(1, (config.in_channels, config.patch_size, config.patch_size))
+    theirs["pos_embed.proj.bias"] = ours.pop("patch_embed.bias")
+    theirs["scale_shift_table"] = ours.pop("out_modulation")
+    del ours["positions"]
+    text: tuple[Tensor, Tensor] | None = None
+    if config.text_projection == "mlp":
+        layers |= MLP_TEXT
+    else:
+        text = ours.pop("text_embed.weight").double(), ours.pop("text_embed.bias").double()
+    for i in range(config.depth):
+        block, target = f"blocks.{i}", f"transformer_blocks.{i}"
+        layers |= {f"{block}.{name}": f"{target}.{other}" for name, other in BLOCK_LAYERS.items()}
+        theirs[f"{target}.scale_shift_table"] = ours.pop(f"{block}.modulation")
+        kv = ours.pop(f"{block}.cross.kv.weight"), ours.pop(f"{block}.cross.kv.bias")
+        if text is not None:
+            kv = _after(kv, text)
+        for kind, value in zip(("weight", "bias"), kv, strict=True):
+            qkv = ours.pop(f"{block}.attention.qkv.{kind}")
+            _split(theirs, f"{target}.attn1", ("to_q", "to_k", "to_v"), kind, qkv, width)
+            _split(theirs, f"{target}.attn2", ("to_k", "to_v"), kind, value, width)
+    for name, other in layers.items():
+        for kind in ("weight", "bias"):
+            theirs[f"{other}.{kind}"] = ours.pop(f"{name}.{kind}")
+    assert not ours, sorted(ours)
+    return theirs
+
+
+def _after(layer: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two linear layers as one."""
+    weight, bias = layer[0].double(), layer[1].double()
+    return (weight @ first[0]).float(), (bias + weight @ first[1]).float()
+
+
+def _split(theirs: dict[str, Tensor], name: str, parts: Sequence[str], kind: str, value: Tensor, width: int) -> None:
+    for part, rows in zip(parts, value.split(width), strict=True):
+        theirs[f"{name}.{part}.{kind}"] = rows.clone()

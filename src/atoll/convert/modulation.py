@@ -1,0 +1,213 @@
+"""DiT's modulation, a map of the time for every block, in AdaLN-Single, which has one for all blocks and a table each.
+
+DiT:   M_b(t) = W_b SiLU(c(t)) + b_b in block b, and W_o SiLU(c(t)) + b_o at the output, where c is time plus class.
+Ours:  W SiLU(tau(t)) + b + E_b, and tau(t) + O at the output, with the same tau(t) for its shift and its scale.
+
+What varies in time must be the same for all blocks, but each channel of a block can be scaled: (1 + scale, shift) by
+r if the columns of the layer behind the norm take the r, a gate if the rows of the layer before it do. So for
+each channel the curves of all blocks are approximated by one curve with a factor a block, the best of which is the
+first singular vector. And since only L (shift), L the output layer with few rows, is ever seen of the last shift, tau
+can follow the last scale and serve the shift as well. docs/convert.md has the figures.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atoll.errors import InputError, unknown
+from atoll.networks.dit import frequencies
+
+FITS = ("curve", "mean", "point")
+NUM_TIMES = 500
+LARGEST = 4.0  # of the factors, and one over the smallest
+ROUNDS = 6
+RIDGES = tuple(10.0**-power for power in range(3, 13))  # of the largest singular value, squared
+ALLOWED = 0.05  # of what is fitted: so much may be lost for weights as small as the source's
+KEEP = 0.01  # how strongly tau is held to the source's, against what the output layer asks of it
+GROUPS = ((0, 1), (2,), (3, 4), (5,))  # shift and scale of attention, its gate, those of the MLP, its gate
+PIXART_TIME = 500 / 999  # where PixArt-alpha matches the modulation of the DiT it starts from
+
+
+class Layer(NamedTuple):
+    """A linear layer's weights."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, eq=False)
+class TimeMLP:
+    """t -> c(t), of which the class's embedding is a part: in the last bias."""
+
+    first: Layer
+    second: Layer
+    scale: float
+    shift: int = 0
+
+    def hidden(self, t: Tensor) -> Tensor:
+        angle = self.scale * t.double()[:, None] * frequencies(self.shift).double()
+        waves = torch.cat([torch.cos(angle), torch.sin(angle)], 1).to(self.first.weight.dtype)
+        return F.silu(self.first(waves))
+
+    def __call__(self, t: Tensor) -> Tensor:
+        return self.second(self.hidden(t))
+
+    def same_as(self, other: "TimeMLP") -> bool:
+        return self is other or all(
+            torch.equal(a, b) for a, b in zip((*self.first, *self.second), (*other.first, *other.second), strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Single:
+    """AdaLN-Single: what takes the place of the blocks' maps, and how far it is from them."""
+
+    second: Layer  # of the time's MLP
+    shared: Layer
+    tables: Tensor  # [blocks, 6, d]
+    out: Tensor  # [2, d]
+    factors: Tensor  # [blocks, 4, d]: of GROUPS
+    residual: tuple[float, ...]  # a block: of the modulation, relative to it
+    varying: tuple[float, ...]  # the same, relative to what varies in time
+    out_residual: float
+
+
+def fit_single(
+    times: Sequence[TimeMLP], maps: Callable[[int], Layer], last: Layer, out: Tensor, how: str = "curve"
+) -> Single:
+    """From each block's time MLP and map, the output's map, and the output layer's weight[p p C, d].
+
+    `how`: "curve" as above, "mean" without factors, "point" equal to the source at t = 500/999, as PixArt-alpha began.
+    """
+    if how not in FITS:
+        raise unknown("fit", how, FITS)
+    t = torch.linspace(0, 1, NUM_TIMES, dtype=torch.float64)
+    point = int(torch.argmin((t - PIXART_TIME).abs()))
+    if how == "point":
+        t[point] = PIXART_TIME  # the step 500 itself, not the nearest of these times
+    depth, width = len(times), len(times[0].second.bias)
+    told = torch.stack([maps(b)(F.silu(times[b](t))) for b in range(depth)]).unflatten(
+        2, (6, width)
+    )  # [blocks, T, 6, d]
+    told[:, :, (1, 4)] += 1  # what is multiplied is 1 + scale
+    centre = told.mean(1, keepdim=True) if how != "point" else told[:, point : point + 1].clone()
+    told -= centre  # now what varies
+    factors = torch.ones(depth, 4, width)
+    shared = torch.empty(NUM_TIMES, 6, width)
+    for number, group in enumerate(GROUPS):
+        curves = told[:, :, group]  # [blocks, T, 1 or 2, d]
+        factor, curve = best_factors(curves) if how == "curve" else (factors[:, number], curves.mean(0))
+        factors[:, number], shared[:, group] = factor, curve
+    wide = _by_group(factors)  # [blocks, 6, d]
+
+    mlp = times[0]
+    tau, second = mlp(t), mlp.second
+    two = last(F.silu(tau)).unflatten(1, (2, width))  # [T, 2, d]
+    if how == "curve":
+        second = fit_linear(mlp.hidden(t), follow_output(two, out, tau))
+        tau = second(mlp.hidden(t))
+    layer = fit_linear(F.silu(tau), shared.flatten(1))
+    ours = layer(F.silu(tau)).unflatten(1, (6, width))
+    at = (lambda x: x.mean(0)) if how != "point" else (lambda x: x[point])
+    tables = centre[:, 0] / wide - at(ours)
+    residual, varying = [], []
+    for b in range(depth):
+        off = wide[b] * (ours - at(ours)) - told[b]
+        whole = told[b] + centre[b]
+        whole[:, (1, 4)] -= 1
+        residual.append(_ratio(off, whole))
+        varying.append(_ratio(off, told[b] - told[b].mean(0)))
+    tables[:, (1, 4)] -= 1
+
+    end = at(two) - at(tau)  # [2, d]
+    off_end = _seen_at_output(tau[:, None] + end, two, out)
+    return Single(second, layer, tables, end, factors, tuple(residual), tuple(varying), off_end)
+
+
+def best_factors(curves: Tensor) -> tuple[Tensor, Tensor]:
+    """For each channel the curve[T, k, d] and the blocks' factors[blocks, d] with the least squares between their
+    product and the blocks' curves[blocks, T, k, d]; no factor beyond LARGEST."""
+    depth = len(curves)
+    by_channel = curves.permute(3, 0, 1, 2).flatten(2)  # [d, blocks, T k]
+    gram = (by_channel @ by_channel.mT).double()  # all that the factors depend on
+    factor = torch.linalg.eigh(gram)[1][..., -1] * math.sqrt(depth)  # [d, blocks]
+    for _ in range(ROUNDS):
+        factor = _bounded(torch.where(factor.sum(1, keepdim=True) < 0, -factor, factor))
+        with_curve = torch.einsum("dbc,dc->db", gram, factor) / (factor**2).sum(1, keepdim=True)
+        length = (with_curve * factor).sum(1, keepdim=True) / (factor**2).sum(1, keepdim=True)
+        factor = with_curve / length.clamp_min(1e-30)
+    factor = _bounded(factor)
+    share = (factor / (factor**2).sum(1, keepdim=True)).to(curves.dtype)
+    curve = (share[:, None] @ by_channel).squeeze(1).unflatten(1, curves.shape[1:3])  # [d, T, k]
+    return factor.T.to(curves.dtype), curve.permute(1, 2, 0)
+
+
+def _bounded(factor: Tensor) -> Tensor:
+    return torch.where(factor < 0, -1.0, 1.0) * factor.abs().clamp(1 / LARGEST, LARGEST)
+
+
+def follow_output(two: Tensor, out: Tensor, tau: Tensor) -> Tensor:
+    """The tau(t)[T, d] that serves the output's shift and scale, two[T, 2, d], best: with its mean, and held to it.
+
+    Of a shift only L shift is seen, of a scale in channel j about |L_j| of it; so |L (x - shift)|^2 + sum_j |L_j|^2
+    (x_j - scale_j)^2 + k (x_j - tau_j)^2 is least, all of them without their means, which the table O takes up.
+    """
+    shift, scale = (part - part.mean(0) for part in two.double().unbind(1))
+    off, rows = tau.double() - tau.double().mean(0), out.double()
+    seen = (rows**2).sum(0)
+    held = KEEP * seen.mean() + torch.finfo(torch.float32).tiny
+    weight = seen + held
+    start = (seen * scale + held * off) / weight
+    inner = torch.eye(len(rows), dtype=torch.float64) + (rows / weight) @ rows.T
+    step = torch.linalg.solve(inner, rows @ (shift - start).T).T @ rows / weight
+    return (start + step + tau.double().mean(0)).to(tau.dtype)
+
+
+def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
+    """The linear layer that takes x[T, d] to y[T, n], by ridge regression with the smallest weights that will do."""
+    if not (bool(torch.isfinite(x).all()) and bool(torch.isfinite(y).all())):
+        raise InputError("the checkpoint's modulation is not finite: its weights are far too large, give another")
+    centre, level = x.double().mean(0), y.double().mean(0)
+    target = y.double() - level
+    u, s, v = torch.linalg.svd(x.double() - centre, full_matrices=False)
+    along = u.T @ target  # [d, n]
+    power = (along**2).sum(1)
+
+    def lost(ridge: float) -> float:
+        held = ridge * s[0] ** 2
+        return math.sqrt(float((power * (held / (s**2 + held).clamp_min(1e-300)) ** 2).sum()))
+
+    enough = lost(RIDGES[-1]) + allowed * float(target.norm())
+    ridge = next(ridge for ridge in RIDGES if lost(ridge) <= enough)
+    weight = (along.T * (s / (s**2 + ridge * s[0] ** 2).clamp_min(1e-300))) @ v
+    return Layer(weight.to(x.dtype), (level - weight @ centre).to(x.dtype))
+
+
+def _by_group(factors: Tensor) -> Tensor:
+    """[blocks, 4, d] as [blocks, 6, d]."""
+    index = [number for number, group in enumerate(GROUPS) for _ in group]
+    return factors[:, index]
+
+
+def _seen_at_output(ours: Tensor, theirs: Tensor, out: Tensor) -> float:
+    """How far the output layer's answer to shift and scale is off, relative to it, for a normalised input."""
+    rows = out.to(ours.dtype)
+    seen = (rows**2).sum(0)
+
+    def square(two: Tensor) -> Tensor:
+        return ((two[:, 0] @ rows.T) ** 2).sum(1).mean() + (seen * two[:, 1] ** 2).sum(1).mean()
+
+    one = torch.tensor([0.0, 1.0], dtype=ours.dtype)[:, None]
+    return math.sqrt(float(square(ours - theirs) / square(theirs + one).clamp_min(1e-30)))
+
+
+def _ratio(off: Tensor, whole: Tensor) -> float:
+    return math.sqrt(float((off**2).mean() / (whole**2).mean().clamp_min(1e-30)))

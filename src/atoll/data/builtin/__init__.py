@@ -1,0 +1,116 @@
+"""The data sets that need no download: avatars, shapes and handwritten digits.
+
+Row i is a function of (name, size, seed, i) alone, so any worker can make any row, in any order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from atoll.data.builtin import avatars, shapes
+from atoll.errors import InputError, unknown
+
+NAMES = ("avatars", "shapes", "digits")
+NUM_DIGITS = 1797
+DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGIT_SIZES = (8, 1024)
+
+
+class Example(NamedTuple):
+    image: Image.Image  # RGB
+    caption: str
+    attributes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Rows(Sequence[Example]):
+    """Examples that are made when asked for."""
+
+    num: int
+    make_row: Callable[[int], Example]
+
+    def __len__(self) -> int:
+        return self.num
+
+    @overload
+    def __getitem__(self, i: int) -> Example: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Example]: ...
+    def __getitem__(self, i: int | slice) -> Example | list[Example]:
+        if isinstance(i, slice):
+            return [self.make_row(row) for row in range(self.num)[i]]
+        return self.make_row(range(self.num)[i])
+
+
+def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldout: str = "include") -> Rows:
+    """The first num rows of a data set; None is all there are, for digits.
+
+    heldout is for avatars: "exclude" leaves out a tenth of the combinations of attributes, "only" makes
+    nothing else, "include" makes any.
+    """
+    if name not in NAMES:
+        raise unknown("built-in data set", name, NAMES)
+    if seed < 0:
+        raise InputError(f"seed must be 0 or more, but is {seed}")
+    if heldout not in avatars.HELDOUT:
+        raise unknown("heldout", heldout, avatars.HELDOUT)
+    if name != "avatars" and heldout != "include":
+        raise InputError(f"only avatars have held-out combinations: for {name}, leave heldout at 'include'")
+    low, high = {"avatars": avatars.SIZES, "shapes": shapes.SIZES, "digits": DIGIT_SIZES}[name]
+    if not low <= size <= high:
+        raise InputError(f"{name} are from {low} to {high} pixels wide, not {size}")
+    if num is None and name != "digits":
+        raise InputError(f"{name} has no end: say how many examples to make (num)")
+    num = NUM_DIGITS if num is None else num
+    if num < 0:
+        raise InputError(f"num must be 0 or more, but is {num}")
+    if name == "digits":
+        _digits()  # a missing library is told here, not in a worker
+        if num > NUM_DIGITS:
+            raise InputError(f"there are {NUM_DIGITS} handwritten digits, and {num} were asked for: ask for fewer")
+        return Rows(num, partial(_digit, size, seed))
+    if name == "shapes":
+        return Rows(num, partial(_scene, size, seed))
+    return Rows(num, partial(_avatar, size, seed, heldout))
+
+
+def _avatar(size: int, seed: int, heldout: str, i: int) -> Example:
+    rng = np.random.default_rng((seed, i))
+    attributes = avatars.choose_avatar(rng, heldout)
+    picture = avatars.draw_avatar(attributes, size, rng)
+    return Example(Image.fromarray(picture), avatars.caption_of(attributes), attributes)
+
+
+def _scene(size: int, seed: int, i: int) -> Example:
+    attributes, picture = shapes.draw_shapes(np.random.default_rng((seed, i)), size)
+    return Example(picture, shapes.caption_of(attributes), attributes)
+
+
+def _digit(size: int, seed: int, i: int) -> Example:
+    pictures, labels = _digits()
+    row = _order(seed)[i]
+    picture = Image.fromarray(pictures[row]).resize((size, size), Image.Resampling.BICUBIC)
+    word = DIGIT_WORDS[labels[row]]
+    return Example(picture.convert("RGB"), f"a handwritten {word}", {"digit": word})
+
+
+@lru_cache
+def _digits() -> tuple[NDArray[np.uint8], list[int]]:
+    """The pictures [1797, 10, 10], each with a margin, and what they show."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError("the digits come with scikit-learn: pip install scikit-learn") from error
+    digits = load_digits()
+    pictures = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
+    return np.round(pictures * (255 / 16)).astype(np.uint8), digits.target.tolist()
+
+
+@lru_cache
+def _order(seed: int) -> list[int]:
+    return np.random.default_rng(seed).random(NUM_DIGITS).argsort(kind="stable").tolist()

@@ -1,0 +1,167 @@
+"""The rows of a data set that one run trains on and is judged by."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.data.shards import HELD_OUT, TRAIN, Dataset
+from atoll.encoders.codecs import Codec, device_of, load_codec, pictures_of
+from atoll.encoders.text import TextEncoder
+from atoll.errors import InputError
+from atoll.storage import resolved
+
+MOST_FOR_MOMENTS = 50_000  # rows: a mean is known to half a percent of a deviation
+AT_A_TIME = 256  # rows that are summed up: in float64, beside a step of training, they must not count
+LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
+
+
+class Rows:
+    """Latents and token ids of a data set or one of its clusters, checked as they are read."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+        name = f"{data.folder}" if data.cluster is None else f"cluster {data.cluster} of {data.folder}"
+        if len(data) == 0:
+            raise InputError(f"{name} has no pictures: there is nothing to train on")
+        split = data.column("split")[:]
+        self.train, self.held_out = np.flatnonzero(split == TRAIN), np.flatnonzero(split == HELD_OUT)
+        if len(self.train) == 0:
+            raise InputError(f"{name} has no pictures to train on, only {len(self.held_out)} held out: prepare more")
+        self.name = name
+        self.shape: tuple[int, int, int] = tuple(data.about["latent_shape"])
+        self._latents, self._tokens = data.column("latents"), data.column("tokens")
+        self.measured_on = "held-out rows" if len(self.held_out) else "training rows, for none are held out"
+        for column, shape in ((self._latents, self.shape), (self._tokens, (data.about["text"]["max_length"],))):
+            if (found := column[:1].shape[1:]) != shape:
+                raise InputError(f"{column.name} of {name} are {list(found)}, but its dataset.json says {list(shape)}")
+
+    def judged_by(self, most: int) -> NDArray[np.int64]:
+        """Up to `most` held-out rows, or rows of training where none were held out."""
+        return _some_of(self.held_out if len(self.held_out) else self.train, most)
+
+    def latents(self, rows: NDArray[np.int64]) -> Tensor:
+        """Float32 [n, C, S, S]."""
+        found = torch.from_numpy(self._latents[rows]).float()
+        bad = ~(found.flatten(1).abs().amax(1) <= LARGEST)  # NaN fails too
+        if bool(bad.any()):
+            row = int(rows[int(bad.nonzero()[0])])
+            raise InputError(
+                f"row {row} of {self.name} ({self.data.texts('key', [row])[0]}) holds latents that are not finite or "
+                f"beyond {LARGEST:g}: its shard is damaged, copy it again from its source"
+            )
+        return found
+
+    def tokens(self, rows: NDArray[np.int64]) -> Tensor:
+        """Token ids [n, L]."""
+        return torch.from_numpy(self._tokens[rows])
+
+    def longest_text(self, text: TextEncoder) -> int:
+        """The tokens of the longest among 64 captions."""
+        _, mask = text.encode(self.tokens(self.train[:64]))
+        return int(mask.sum(1).max())
+
+    def encode(self, text: TextEncoder, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The texts of some rows, in float32 also within autocast: that is how they are encoded to sample."""
+        try:
+            with torch.autocast(ids.device.type, enabled=False):
+                return text.encode(ids)
+        except InputError as error:
+            span = f"rows {rows.min()} to {rows.max()}"
+            raise InputError(f"a caption among {span} of {self.name} is damaged: {error}") from error
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the pictures' content and split: the same data in other shards or another place are the same."""
+        digest = hashlib.sha256()
+        for name in ("digest", "split"):
+            column = self.data.column(name)
+            for first in range(0, len(column), 65536):
+                digest.update(np.ascontiguousarray(column[first : first + 65536]).tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """The mean latent of what is trained on, in float64."""
+        return self._moments[0]
+
+    @cached_property
+    def variance(self) -> float:
+        """The variance about that mean, averaged over the numbers of a latent."""
+        return self._moments[1]
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, float]:
+        total, square = torch.zeros(self.shape, dtype=torch.float64), 0.0
+        chosen = self.some(MOST_FOR_MOMENTS)
+        for first in range(0, len(chosen), AT_A_TIME):
+            part = self.latents(chosen[first : first + AT_A_TIME]).double()
+            total += part.sum(0)
+            square += float((part**2).sum())
+        mean = total / len(chosen)
+        return mean, square / len(chosen) / mean.numel() - float((mean**2).mean())
+
+    def some(self, most: int) -> NDArray[np.int64]:
+        """Up to `most` rows to train on."""
+        return _some_of(self.train, most)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        about = self.data.about
+        return {
+            "name": about["source"]["name"],
+            "fingerprint": self.fingerprint,
+            "cluster": self.data.cluster,
+            "pictures": len(self.train),
+            "held_out": len(self.held_out),
+            "codec": about["codec"]["fingerprint"],
+            "text": about["text"]["fingerprint"],
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """What an expert's card says of its data."""
+        own = {key: value for key, value in self.identity().items() if key not in ("codec", "text")}
+        return {**own, "variance": self.variance, "license": self.data.about["license"]}
+
+    def latent_space(self) -> Mapping[str, Any]:
+        return {"shape": list(self.shape), "codec": self.data.about["codec"]}
+
+
+def _some_of(pool: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """At most so many, chosen at random and always the same."""
+    if len(pool) <= most:
+        return pool
+    return np.sort(np.random.default_rng(0).choice(pool, most, replace=False))
+
+
+def spread_times(num: int, generator: torch.Generator) -> Tensor:
+    """Times spread evenly over [0, 1], one at random in each of `num` equal parts, in random order."""
+    t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
+    return t[torch.randperm(num, generator=generator)]
+
+
+def refuse_inside(out: Path, data: Path) -> None:
+    """A run does not lie among the data it is made of."""
+    if resolved(out).is_relative_to(resolved(data)):
+        raise InputError(f"{out} lies within {data}: choose an --out outside of the data")
+
+
+def decode_rows(
+    data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None, side: int = 256
+) -> NDArray[np.uint8]:
+    """The pictures of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
+    codec = codec or load_codec(data.folder)
+    device = device_of(codec)
+    parts = []
+    for some in np.array_split(rows, max(1, len(rows) // 32)):
+        images = codec.decode(torch.from_numpy(data.column("latents")[some]).float().to(device)).clamp(-1, 1)
+        if images.shape[2] > side:
+            images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear", antialias=True)
+        parts.append(pictures_of(images))
+    return np.concatenate(parts)

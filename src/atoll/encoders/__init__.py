@@ -1,0 +1,1 @@
+"""Frozen networks around the model: codecs, text encoders and feature networks."""

@@ -1,0 +1,464 @@
+"""Codecs: images [B, 3, S, S] in [-1, 1] <-> float32 latents [B, C, h, w] of about unit variance.
+
+Also what codecs, text encoders and image features have in common: each is frozen, describes itself for
+`dataset.json`, and has a fingerprint of all that alters its output, by which a data set knows its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from atoll.encoders.pretrained import (
+    SAVED,
+    dtype_name,
+    fingerprint,
+    load_model,
+    locate,
+    named,
+    one_by_one,
+    public_spec,
+    require,
+    save_model,
+    stored_dtype,
+    two_numbers,
+)
+from atoll.errors import InputError, printable, shown, unknown
+from atoll.networks.published import read_weights
+from atoll.networks.stored import Stored
+from atoll.storage import read_json
+
+FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
+TAESD = ("taesd", "taesdxl", "taesd3", "taef1")  # whose authors publish encoder and decoder as two files
+MAX_COMPONENTS, EXPLAINED = 48, 0.99
+MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no picture needs them
+MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
+
+
+class Codec(Protocol):
+    """Images <-> latents, with fixed weights."""
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        """(C, h, w) of an image of `size` x `size`; sizes that cannot be encoded are errors."""
+
+    def encode(self, images: Tensor) -> Tensor: ...
+
+    def decode(self, latents: Tensor) -> Tensor: ...
+
+    def describe(self) -> dict[str, Any]:
+        """What `dataset.json` says of it."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write it to `folder`/vae, from where `load_codec` reads it bit for bit."""
+
+
+def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Codec:
+    """By its spec: the built-in ones, with pca fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
+    kind, _, rest = spec.partition(":")
+    if kind == "vae" and rest:
+        return VAE.open(rest, dtype)
+    if kind == "saved" and rest:
+        return load_codec(rest)
+    if kind == "pca":
+        patch_size, num_components = two_numbers(spec, "pca:8x40 for 8 x 8 patches as 40 numbers") or (None, None)
+        if sample is None:
+            raise InputError("the codec pca is fitted to pictures: give it some, or load a fitted one")
+        return PatchPCA.fit(sample, patch_size, num_components)
+    if spec == "pixels":
+        return Pixels(PixelsConfig()).eval()
+    if spec and Path(spec).is_dir():
+        raise InputError(f"{spec} is a folder: write vae:{spec} if it holds a VAE, saved:{spec} if it is a data set")
+    if Path(spec).is_file():
+        raise _is_file(spec)
+    raise unknown("codec", spec, ("pixels", "pca", "pca:PATCHxNUMBERS", "vae:HUB_ID_OR_FOLDER", "saved:DATA"))
+
+
+def needs_sample(spec: str) -> bool:
+    """Whether `make_codec` must be given pictures to fit to."""
+    return spec.partition(":")[0] == "pca"
+
+
+def load_codec(folder: str | Path) -> Codec:
+    """The codec that `save` wrote to `folder`/vae, or the VAE of a published ensemble."""
+    path = Path(folder) / FOLDER
+    about = read_json(path / "config.json", SAVED, Path(folder))
+    if "_class_name" in about:
+        return VAE.open(str(path), stored_dtype(path))
+    classes: dict[str, type[Pixels | PatchPCA]] = {"Pixels": Pixels, "PatchPCA": PatchPCA}
+    return named(classes, about, path).from_pretrained(path)
+
+
+@dataclass(frozen=True)
+class PixelsConfig:
+    """Nothing to choose."""
+
+
+class Pixels(Stored):
+    """The images themselves."""
+
+    config_class = PixelsConfig
+
+    def __init__(self, config: PixelsConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        return (3, size, size)
+
+    def encode(self, images: Tensor) -> Tensor:
+        return check_images(images).float()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return check_latents(latents, 3).float().clamp(-1, 1)
+
+    def describe(self) -> dict[str, Any]:
+        return {"spec": "pixels", "dtype": "float32", "channels": 3, "factor": 1, "fingerprint": self.fingerprint}
+
+    def save(self, folder: str | Path) -> None:
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint({}, {"codec": "pixels"})
+
+
+@dataclass(frozen=True)
+class PCAConfig:
+    """A fitted PCA."""
+
+    patch_size: int  # p
+    num_components: int  # n
+    explained_variance: float  # of the sample it was fitted to
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.patch_size <= MAX_PATCH or not 1 <= self.num_components <= 3 * self.patch_size**2:
+            raise InputError(
+                f"a pca codec keeps 1 to 3 x patch x patch numbers of each patch of up to {MAX_PATCH} pixels a side, "
+                f"but {shown(self.num_components)} of {shown(self.patch_size)} x {shown(self.patch_size)} pixels "
+                "were asked for"
+            )
+
+
+class PatchPCA(Stored):
+    """The n first principal components of each p x p patch, each divided by its scale: [B, n, S/p, S/p].
+
+    Scales are in proportion to the square root of a component's deviation. Of all scales that give latents unit
+    variance overall, these turn white noise in the latents into the least noise in the pixels (Cauchy-Schwarz). Whole
+    deviations (whitening) put it into the patches' means, where seams show; none at all leaves it in fine detail.
+    """
+
+    config: PCAConfig
+    config_class = PCAConfig
+    mean: Tensor
+    basis: Tensor
+    scale: Tensor
+
+    def __init__(self, config: PCAConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = 3 * config.patch_size**2
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("basis", torch.zeros(config.num_components, width))
+        self.register_buffer("scale", torch.ones(config.num_components))
+
+    @classmethod
+    def fit(cls, images: Tensor, patch_size: int | None = None, num_components: int | None = None) -> Self:
+        """Fitted to images[B, 3, S, S]; the same images give the same bytes. None: as many numbers as are useful."""
+        images = check_images(images)
+        size = images.shape[2]
+        patch_size = default_patch(size) if patch_size is None else patch_size
+        config = PCAConfig(patch_size, 1 if num_components is None else num_components, 0.0)
+        check_size(size, patch_size, "pca patch")
+        variances, basis, mean = _principal_components(images, patch_size)
+        explained = variances.cumsum(0) / variances.sum()
+        if num_components is None:
+            num_components = min(int((explained < EXPLAINED).sum()) + 1, MAX_COMPONENTS)
+        share = round(float(explained[num_components - 1]), 6)
+        codec = cls(replace(config, num_components=num_components, explained_variance=share))
+        codec.mean.copy_(mean)
+        codec.basis.copy_(basis[:num_components])
+        deviations = variances[:num_components].sqrt()
+        average = deviations.mean()
+        codec.scale.copy_((deviations.clamp(min=1e-3 * average) * average).sqrt())  # never 0, if the sample was flat
+        return codec.eval()
+
+    @property
+    def explained_variance(self) -> float:
+        return self.config.explained_variance
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        side = check_size(size, self.config.patch_size, "pca patch")
+        return (self.config.num_components, side, side)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        self.latent_shape(check_images(images).shape[2])
+        latents = (_patches(images.float(), self.config.patch_size) - self.mean) @ self.basis.T / self.scale
+        return latents.permute(0, 3, 1, 2).contiguous()  # [B, n, S/p, S/p]
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        check_latents(latents, self.config.num_components)
+        patch = self.config.patch_size
+        patches = latents.float().permute(0, 2, 3, 1) * self.scale @ self.basis + self.mean  # [B, S/p, S/p, 3pp]
+        grid = patches.unflatten(3, (3, patch, patch)).permute(0, 3, 1, 4, 2, 5)  # [B, 3, S/p, p, S/p, p]
+        return grid.flatten(4).flatten(2, 3).clamp(-1, 1)
+
+    def describe(self) -> dict[str, Any]:
+        patch, channels = self.config.patch_size, self.config.num_components
+        return {
+            "spec": f"pca:{patch}x{channels}",
+            "dtype": "float32",
+            "channels": channels,
+            "factor": patch,
+            "explained_variance": self.config.explained_variance,
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.state_dict(), {"codec": "pca", **asdict(self.config)})
+
+
+def default_patch(size: int) -> int:
+    """The largest patch up to 8 x 8 that divides the image and leaves at least 4 x 4 of them."""
+    return max((p for p in range(1, 9) if size % p == 0 and size // p >= 4), default=1)
+
+
+def _patches(images: Tensor, patch: int) -> Tensor:
+    grid = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, 3, S/p, p, S/p, p]
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, S/p, S/p, 3pp]
+
+
+def _principal_components(images: Tensor, patch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Variances[3pp] from the largest, their directions as rows[3pp, 3pp], and the mean patch, in float64."""
+    patches_each = (images.shape[2] // patch) ** 2
+    every = -(-len(images) * patches_each // MAX_PATCHES)
+    images = images[::every]
+    width = 3 * patch**2
+    total, moment = torch.zeros(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+    for chunk in images.split(max(1, 16_384 // patches_each)):
+        rows = _patches(chunk, patch).reshape(-1, width).double().cpu()
+        total += rows.sum(0)
+        moment += rows.T @ rows
+    count = len(images) * patches_each
+    mean = total / count
+    variances, directions = torch.linalg.eigh(moment / count - torch.outer(mean, mean))
+    variances, basis = variances.flip(0).clamp(min=0), directions.flip(1).T
+    if variances[0] < 1e-9:
+        raise InputError("every picture of the sample is the same flat colour: give the codec pictures that differ")
+    largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))  # an eigenvector's sign is arbitrary: fix it
+    return variances, basis * largest.sign(), mean
+
+
+class VAE(nn.Module):
+    """diffusers' AutoencoderKL or AutoencoderTiny: the posterior's mode, shifted and scaled as its config says."""
+
+    CLASSES = ("AutoencoderKL", "AutoencoderTiny")
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, vae: nn.Module, spec: str) -> None:
+        super().__init__()
+        self.vae = vae
+        self.spec = public_spec(spec)
+        config: Mapping[str, Any] = vae.config  # type: ignore[assignment]
+        self.channels = int(config["latent_channels"])
+        stages = "encoder_block_out_channels" if self.kind == "AutoencoderTiny" else "block_out_channels"
+        self.factor = 2 ** (len(config[stages]) - 1)
+        # Most have one shift and one factor; a few have a mean and a deviation a channel.
+        shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0).float()
+        deviation = torch.tensor(config.get("latents_std") or 1.0).float()
+        self.register_buffer("shift", shift.reshape(-1, 1, 1), persistent=False)
+        self.register_buffer("scale", (config["scaling_factor"] / deviation).reshape(-1, 1, 1), persistent=False)
+
+    @classmethod
+    def open(cls, where: str, dtype: torch.dtype) -> Self:
+        """From a hub id or a folder that holds the VAE, or whose `vae` folder does, or the two files of a TAESD."""
+        if Path(where).is_file():
+            raise _is_file(where)
+        described = any((Path(where) / part / "config.json").exists() for part in (FOLDER, ""))
+        if not described and (pair := _find_taesd(Path(where))):
+            return cls(_open_taesd(*pair, dtype), f"vae:{where}")
+        place = locate(where, (FOLDER, ""))
+        name = place.config.get("_class_name")
+        if name not in cls.CLASSES:
+            raise InputError(f"{where} holds a {shown(name)}, not a VAE: give an {' or an '.join(cls.CLASSES)}")
+        _check_vae(place.config, where)
+        return cls(load_model(getattr(require("diffusers", "hf"), name), place, dtype), f"vae:{where}")
+
+    @property
+    def kind(self) -> str:
+        return type(self.vae).__name__
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.vae.parameters()).dtype
+
+    def latent_shape(self, size: int) -> tuple[int, int, int]:
+        side = check_size(size, self.factor, "VAE factor")
+        return (self.channels, side, side)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        self.latent_shape(check_images(images).shape[2])
+        return (self._finite(one_by_one(self._encode, images.to(self.dtype)).float()) - self.shift) * self.scale
+
+    def _encode(self, images: Tensor) -> Tensor:
+        encoded = self.vae.encode(images)  # type: ignore[operator]
+        latents: Tensor = encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent_dist.mode()
+        return latents
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        check_latents(latents, self.channels)
+        native = latents.float() / self.scale + self.shift
+        images = one_by_one(lambda x: self.vae.decode(x).sample, native.to(self.dtype))  # type: ignore[operator]
+        return self._finite(images.float()).clamp(-1, 1)
+
+    def _finite(self, values: Tensor) -> Tensor:
+        if not bool(values.isfinite().all()):
+            raise InputError(f"{self.spec} overflows in {dtype_name(self.dtype)}: use float32 or bfloat16")
+        return values
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "class": self.kind,
+            "dtype": dtype_name(self.dtype),
+            "channels": self.channels,
+            "factor": self.factor,
+            "shift": self.shift.flatten().tolist(),
+            "scale": self.scale.flatten().tolist(),
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        save_model(self.vae, Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        # The widths and depths show in the weights; what does not is named here, for other versions add keys.
+        names = ("act_fn", "norm_num_groups", "upsample_fn", "upsampling_scaling_factor")
+        config: Mapping[str, Any] = self.vae.config  # type: ignore[assignment]
+        settings = {name: config[name] for name in names if name in config}
+        transform = {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
+        return fingerprint(self.vae.state_dict(), {"codec": self.kind, **settings, **transform})
+
+
+def _is_file(where: str) -> InputError:
+    return InputError(
+        f"{where} is a file, not a codec: give vae:FOLDER with config.json and weights as diffusers saves a VAE, "
+        f"or with {TAESD[0]}_encoder.safetensors and {TAESD[0]}_decoder.safetensors"
+    )
+
+
+def _check_vae(config: Mapping[str, Any], where: str) -> None:
+    """Refuses what weights do not show and a VAE of colour pictures in halves of halves cannot have."""
+    channels = config.get("latent_channels", 4)
+    for key, known in (("in_channels", 3), ("out_channels", 3), ("upsampling_scaling_factor", 2)):
+        if config.get(key, known) != known:
+            raise InputError(f"{key} in the config of {where} is {shown(config[key])}, not {known}: give another VAE")
+    for key in ("scaling_factor", "shift_factor", "latents_mean", "latents_std"):
+        value = config.get(key)
+        if value is None:
+            continue
+        numbers = value if isinstance(value, list) and len(value) == channels else [value]
+        nonzero = key in ("scaling_factor", "latents_std")
+        if not all(
+            type(number) in (int, float) and (1e-6 if nonzero else 0) <= abs(number) <= 1e6 for number in numbers
+        ):
+            raise InputError(
+                f"{key} in the config of {where} is {shown(value)}, not a number for all or for each of its channels: "
+                "copy it again"
+            )
+
+
+def _find_taesd(folder: Path) -> tuple[Path, Path] | None:
+    """Returns the encoder and the decoder that a folder holds as their authors publish them."""
+    pairs = [
+        (encoder, decoder)
+        for name in TAESD
+        for suffix in (".safetensors", ".pth")
+        if (encoder := folder / f"{name}_encoder{suffix}").exists()
+        and (decoder := folder / f"{name}_decoder{suffix}").exists()
+    ]
+    if len(pairs) > 1:
+        names = ", ".join(encoder.name for encoder, _ in pairs)
+        raise InputError(f"{folder} holds several tiny VAEs ({names}): put the two files of one into a folder")
+    return pairs[0] if pairs else None
+
+
+def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
+    """diffusers' AutoencoderTiny of the authors' own two files.
+
+    Both number their layers. Their decoder's first clamps its input, which diffusers does without a layer. Theirs see
+    pictures in [0, 1]; diffusers' classes scale to and from [-1, 1].
+    """
+    weights = {f"encoder.layers.{name}": value for name, value in read_weights(encoder).items()}
+    for name, value in read_weights(decoder).items():
+        number, _, rest = name.partition(".")
+        place = int(number) - 1 if number.isdecimal() and len(number) < 4 else number
+        weights[f"decoder.layers.{place}.{rest}"] = value
+    first = weights.get("decoder.layers.0.weight", torch.empty(0))
+    channels = first.shape[1] if first.dim() == 4 else 0
+    try:
+        model: nn.Module = require("diffusers", "hf").AutoencoderTiny(latent_channels=min(max(channels, 1), 64))
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = printable(" ".join(str(error).split()), 160)
+        raise InputError(
+            f"{encoder} and {decoder.name} are not the two halves of a TAESD ({reason}): give those of its authors"
+        ) from error
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def check_images(images: Tensor) -> Tensor:
+    """The images, if they are floats [B, 3, S, S] in [-1, 1]."""
+    if images.dim() != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3] or not len(images):
+        raise InputError(f"images must have shape [batch, 3, size, size], but have {list(images.shape)}")
+    if not images.is_floating_point():
+        raise InputError(f"images must be floats in [-1, 1], but are {dtype_name(images.dtype)}")
+    low, high = (float(end) for end in images.aminmax())
+    if not (low >= -1.001 and high <= 1.001):  # NaN fails too
+        raise InputError(f"images must be in [-1, 1], but reach from {low:.3g} to {high:.3g}")
+    return images
+
+
+def check_latents(latents: Tensor, channels: int) -> Tensor:
+    """The latents, if they are [B, channels, h, w]."""
+    if latents.dim() != 4 or latents.shape[1] != channels:
+        raise InputError(f"latents must have shape [batch, {channels}, h, w], but have {list(latents.shape)}")
+    return latents
+
+
+def check_size(size: int, factor: int, what: str) -> int:
+    """size / factor, if that is a whole number."""
+    if size < factor or size % factor:
+        near = max(1, round(size / factor)) * factor
+        raise InputError(f"images of {size} x {size} cannot be cut by the {what} of {factor}: use {near} x {near}")
+    return size // factor
+
+
+def is_quick(codec: Codec) -> bool:
+    """Whether hundreds of pictures are decoded in no time: a VAE takes a second each on a CPU."""
+    return not isinstance(codec, VAE)
+
+
+def device_of(codec: Codec) -> torch.device:
+    tensors = [*codec.parameters(), *codec.buffers()] if isinstance(codec, nn.Module) else []
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def pictures_of(images: Tensor) -> NDArray[np.uint8]:
+    """Images [n, 3, S, S] in [-1, 1] as bytes [n, S, S, 3]."""
+    return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

@@ -1,0 +1,377 @@
+"""Text encoders: captions -> token ids, which shards store, -> tokens [B, L, D] with a mask, which experts read."""
+
+import hashlib
+import json
+import math
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from atoll.encoders.pretrained import (
+    SAVED,
+    dtype_name,
+    fingerprint,
+    load_model,
+    locate,
+    named,
+    public_spec,
+    require,
+    save_model,
+    stored_dtype,
+    two_numbers,
+)
+from atoll.errors import InputError, shown, unknown
+from atoll.networks.stored import Stored
+from atoll.storage import read_json
+
+FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the published Paris model has them
+PADDING, BEGIN = 0, 1
+MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
+NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
+CHARACTERS = 100  # for each token of an encoder; of a longer text the rest is not looked at
+PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
+
+
+class TextEncoder(Protocol):
+    """Captions to tokens, with fixed weights; the empty string is the null text."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    def tokenize(self, texts: Sequence[str]) -> Tensor:
+        """int32 ids [B, max_length], cut and padded."""
+
+    def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 tokens [B, L, dim] of ids[B, L], and the mask [B, L] that is True where there is one to attend to."""
+
+    def null_ids(self) -> Tensor:
+        """The ids of the empty string: [1, max_length]."""
+
+    def describe(self) -> dict[str, Any]:
+        """What `dataset.json` says of it."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write it to `folder`/text_encoder (and /tokenizer), from where `load_text_encoder` reads it bit for bit."""
+
+
+def make_text_encoder(
+    spec: str, *, hide_padding: bool | None = None, dtype: torch.dtype = torch.float32
+) -> TextEncoder:
+    """`words`, `words:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
+
+    `hide_padding=False` lets experts attend to CLIP's padding, as those of Paris do.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind == "clip" and rest:
+        return CLIPText.open(rest, dtype, hide_padding)
+    if kind == "words":
+        numbers = two_numbers(spec, "words:64x32 for 64-wide tokens and texts of up to 32")
+        return Words(WordsConfig(*numbers) if numbers else WordsConfig()).eval()
+    raise unknown("text encoder", spec, ("words", "words:DIMxLENGTH", "clip:HUB_ID_OR_FOLDER"))
+
+
+def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -> TextEncoder:
+    """The text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble."""
+    path = Path(folder) / FOLDER
+    about = read_json(path / "config.json", SAVED)
+    if "model_type" in about:
+        return CLIPText.open(str(folder), stored_dtype(path), hide_padding)
+    return named({"Words": Words}, about, path).from_pretrained(path)
+
+
+@dataclass(frozen=True)
+class WordsConfig:
+    """Sizes of the built-in text encoder."""
+
+    dim: int = 64
+    max_length: int = 32
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise InputError(f"the width of the words' tokens must be even and at least 2, but is {self.dim}")
+        if self.max_length < 2:
+            raise InputError(f"the length of the words' texts must be at least 2, but is {self.max_length}")
+        if self.dim > 65536 or self.max_length > 65536 or self.dim * self.max_length > MAX_POSITIONS:
+            raise InputError(
+                f"words of width {shown(self.dim)} in texts of {shown(self.max_length)} take too much memory: "
+                f"the product may be up to {MAX_POSITIONS}"
+            )
+
+
+class Words(Stored):
+    """Words hashed to ids, an id to a fixed random vector of signs, plus its place. Nothing is learned or downloaded.
+
+    Signs are bits of an integer hash, so they are exactly the same on every machine; two words' vectors are nearly
+    orthogonal. A begin token opens each text and is all that the null text has.
+    """
+
+    config: WordsConfig
+    config_class = WordsConfig
+    positions: Tensor
+
+    def __init__(self, config: WordsConfig) -> None:
+        super().__init__()
+        self.config = config
+        # Waves from 2 pi to 2 pi max_length words long: no text is longer, so slower ones would stand still.
+        # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
+        powers = torch.arange(0, config.dim, 2, dtype=torch.float64, device="cpu") / config.dim
+        angle = torch.arange(config.max_length, dtype=torch.float64, device="cpu")[:, None] / config.max_length**powers
+        self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1).float())  # [max_length, dim]
+
+    @property
+    def dim(self) -> int:
+        return self.config.dim
+
+    @property
+    def max_length(self) -> int:
+        return self.config.max_length
+
+    def tokenize(self, texts: Sequence[str]) -> Tensor:
+        ids = torch.full((len(_captions(texts)), self.max_length), PADDING, dtype=torch.int32)
+        for row, text in zip(ids, texts, strict=True):
+            words = islice(split_words(_cut(text, self.max_length)), self.max_length - 1)
+            found = [BEGIN, *map(word_id, words)]
+            row[: len(found)] = torch.tensor(found, dtype=torch.int32)
+        return ids
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = _check_ids(ids, self.max_length, NUM_IDS).to(self.positions.device)
+        mask = ids != PADDING
+        tokens = _signs(ids, self.dim) + self.positions[: ids.shape[1]]
+        return tokens * mask[..., None], mask
+
+    def null_ids(self) -> Tensor:
+        return self.tokenize([""])
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": f"words:{self.dim}x{self.max_length}",
+            "dtype": "float32",
+            "dim": self.dim,
+            "max_length": self.max_length,
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        settings = {
+            "text": "words",
+            **asdict(self.config),
+            "num_ids": NUM_IDS,
+            "probe": self.tokenize([PROBE]).tolist(),
+        }
+        return fingerprint(self.state_dict(), settings)
+
+
+def split_words(text: str) -> Iterator[str]:
+    """The words of a text in any script, in compatibility form and without case; punctuation is left out.
+
+    Scripts that write no spaces, and emoji, give a word for each character.
+    """
+    word, alone = list[str](), False
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    for char in unicodedata.normalize("NFKC", folded):
+        kind = unicodedata.category(char)
+        if kind == "Cf" or "\ufe00" <= char <= "\ufe0f":  # joiners, soft hyphens, the styles of an emoji
+            continue
+        if kind[0] == "M":
+            if word:
+                word.append(char)
+            continue
+        single = kind == "So" or (kind[0] in "LN" and _has_no_spaces(char))
+        if word and (alone or single or kind[0] not in "LN"):
+            yield "".join(word)
+            word.clear()
+        if single or kind[0] in "LN":
+            word.append(char)
+            alone = single
+    if word:
+        yield "".join(word)
+
+
+def _has_no_spaces(char: str) -> bool:
+    """Whether a letter is of a script without spaces between words: Thai to Lao, Burmese, Khmer, kana, Han."""
+    code = ord(char)
+    return code >= 0xE00 and (
+        code <= 0xEFF
+        or 0x1000 <= code <= 0x109F
+        or 0x1780 <= code <= 0x17FF
+        or 0x3005 <= code <= 0x30FF
+        or 0x3400 <= code <= 0x9FFF
+        or 0xF900 <= code <= 0xFAFF
+        or 0x20000 <= code <= 0x3FFFF
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def word_id(word: str) -> int:
+    """A word's id, the same in every process: not one of PADDING and BEGIN."""
+    digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+    return BEGIN + 1 + int.from_bytes(digest, "little") % (NUM_IDS - BEGIN - 1)
+
+
+def _signs(ids: Tensor, dim: int) -> Tensor:
+    """A +-1 vector for each id, from 64 bits of SplitMix64 at a time: [..., dim]."""
+    blocks = math.ceil(dim / 64)
+    state = ids.long()[..., None] * blocks + torch.arange(blocks, device=ids.device)  # [..., blocks]
+    state = (state + 1) * (0x9E3779B97F4A7C15 - 2**64)  # int64 wraps around, as the 64-bit unsigned original
+    # A right shift of int64 copies the sign, so the copies are masked out.
+    state = (state ^ (state >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
+    state = (state ^ (state >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
+    state = state ^ (state >> 31 & 2**33 - 1)
+    bits = state[..., None] >> torch.arange(64, device=ids.device) & 1  # [..., blocks, 64]
+    return (bits * 2 - 1).flatten(-2)[..., :dim].float()
+
+
+class CLIPText(nn.Module):
+    """transformers' CLIPTextModel: the last hidden state of each token."""
+
+    def __init__(self, model: Any, tokenizer: Any, spec: str, hide_padding: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = public_spec(spec)
+        self.hide_padding = hide_padding
+        model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading needs no argument
+
+    @classmethod
+    def open(cls, where: str, dtype: torch.dtype, hide_padding: bool | None = None) -> Self:
+        """From a hub id or folder with `text_encoder` and `tokenizer` in it, or with the files of both."""
+        place = locate(where, (FOLDER, ""))
+        kind = place.config.get("model_type")
+        if kind not in ("clip", "clip_text_model"):
+            raise InputError(f"{where} holds a {kind!r}, not a CLIP text encoder: give a clip or clip_text_model")
+        transformers = require("transformers", "hf")
+        # A whole CLIP also has the image side; old files also have the positions' numbers.
+        spare = r"vision_model|visual_projection|text_projection|logit_scale|.*position_ids$"
+        model: Any = load_model(transformers.CLIPTextModel, place, dtype, spare)
+        if hide_padding is None:
+            hide_padding = bool(place.config.get("atoll_hide_padding", True))
+        split = place.subfolder or (Path(where).is_dir() and Path(place.path) != Path(where))
+        tokenizer = _load_tokenizer(transformers.CLIPTokenizer, where, TOKENIZER if split else "")
+        if len(tokenizer) > model.config.vocab_size:
+            raise InputError(
+                f"the tokenizer of {where} has {len(tokenizer)} tokens and its text encoder {model.config.vocab_size}: "
+                "give a folder in which the two belong together"
+            )
+        return cls(model, tokenizer, f"clip:{where}", hide_padding)
+
+    @property
+    def dim(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    @property
+    def max_length(self) -> int:
+        return int(min(self.model.config.max_position_embeddings, self.tokenizer.model_max_length))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
+
+    def tokenize(self, texts: Sequence[str]) -> Tensor:
+        plain = [self._plain(text) for text in _captions(texts)]
+        if not plain:
+            return torch.zeros(0, self.max_length, dtype=torch.int32)
+        found = self.tokenizer(plain, padding="max_length", truncation=True, max_length=self.max_length)
+        return torch.tensor(found["input_ids"], dtype=torch.int32)
+
+    def _plain(self, text: str) -> str:
+        """The text without half characters, which the tokenizer refuses, and words that would end it early."""
+        text = _cut(text, self.max_length)
+        for special in (self.tokenizer.bos_token, self.tokenizer.eos_token):
+            text = text.replace(special, " ")
+        return text.encode("utf-8", "replace").decode()
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = _check_ids(ids, self.max_length, self.model.config.vocab_size).to(self.model.device)
+        # Attention is causal, so padding, which comes last, never alters the tokens before it.
+        tokens = self.model(input_ids=ids.long()).last_hidden_state.float()
+        if not self.hide_padding:
+            return tokens, torch.ones_like(ids, dtype=torch.bool)
+        ends = (ids == self.tokenizer.eos_token_id).int()
+        return tokens, ends.cumsum(1) - ends == 0  # up to and with the first end; often padding is more of them
+
+    def null_ids(self) -> Tensor:
+        return self.tokenize([""])
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "dtype": dtype_name(self.dtype),
+            "dim": self.dim,
+            "max_length": self.max_length,
+            "hide_padding": self.hide_padding,
+            "fingerprint": self.fingerprint,
+        }
+
+    def save(self, folder: str | Path) -> None:
+        save_model(self.model, Path(folder) / FOLDER)
+        save_model(self.tokenizer, Path(folder) / TOKENIZER)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        config = self.model.config
+        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
+        settings = {
+            "text": "clip",
+            "hide_padding": self.hide_padding,
+            "max_length": self.max_length,
+            "vocabulary": hashlib.sha256(vocabulary).hexdigest(),
+            "probe": self.tokenize([PROBE]).tolist(),
+            **{name: getattr(config, name) for name in ("hidden_act", "layer_norm_eps", "num_attention_heads")},
+        }
+        # transformers 5 dropped a prefix from the names; the weights are the same
+        weights = {name.removeprefix("text_model."): tensor for name, tensor in self.model.state_dict().items()}
+        return fingerprint(weights, settings)
+
+
+def _load_tokenizer(cls: Any, where: str, subfolder: str) -> Any:
+    path = str(Path(where) / subfolder) if Path(where).is_dir() else where
+    options = {"subfolder": subfolder} if subfolder and path == where else {}
+    try:
+        tokenizer = cls.from_pretrained(path, **options)
+    except Exception as error:  # the tokenizers library raises nothing more precise for a damaged file
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"{path} has no tokenizer that can be read ({reason}): copy it again") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # which is what one gets where there are no files at all
+        raise InputError(f"{path} has no tokenizer: give a folder with vocab.json and merges.txt or a tokenizer.json")
+    return tokenizer
+
+
+def _captions(texts: Sequence[str]) -> Sequence[str]:
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise InputError("captions must be a list of strings: put a single one into a list")
+    return texts
+
+
+def _cut(text: str, max_length: int) -> str:
+    """The part of a text that fills an encoder many times over: time and memory must not grow with the rest."""
+    return text[: CHARACTERS * min(max(max_length, 10), 65536)]
+
+
+def _check_ids(ids: Tensor, max_length: int, num_ids: int) -> Tensor:
+    if ids.dim() != 2 or ids.is_floating_point() or not 1 <= ids.shape[1] <= max_length:
+        kind = dtype_name(ids.dtype)
+        raise InputError(f"token ids must be integers [batch, up to {max_length}], but are {kind} {list(ids.shape)}")
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_ids):
+        raise InputError(
+            f"token ids must be in [0, {num_ids}), but reach from {int(ids.min())} to {int(ids.max())}: "
+            "they come from another text encoder or a damaged file"
+        )
+    return ids

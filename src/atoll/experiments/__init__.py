@@ -1,0 +1,1 @@
+"""Train, assemble and judge: the demo, `evaluate` and the papers' comparisons."""

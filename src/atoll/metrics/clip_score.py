@@ -1,0 +1,63 @@
+"""The CLIP score: how well a picture and its caption go together, by a CLIP from a folder or the hub."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from atoll.encoders.features import clip_pixels
+from atoll.encoders.pretrained import fingerprint, load_model, locate, one_by_one, public_spec, require
+from atoll.encoders.text import CLIPText
+from atoll.errors import InputError
+
+
+class CLIPScore(nn.Module):
+    """transformers' CLIPModel: 100 times the cosine of the angle between a picture's embedding and its caption's."""
+
+    def __init__(self, model: Any, tokenizer: Any, where: str) -> None:
+        super().__init__()
+        self.model = model
+        self.spec = public_spec(f"clip:{where}")
+        self.text = CLIPText(model.text_model, tokenizer, self.spec, hide_padding=True)
+        self.size = int(model.config.vision_config.image_size)
+
+    @classmethod
+    def open(cls, where: str) -> Self:
+        """From a hub id or a folder that holds both sides and the tokenizer."""
+        place = locate(where, ("",))
+        if (kind := place.config.get("model_type")) != "clip":
+            raise InputError(f"{where} holds a {kind!r}, not both sides of CLIP: give a clip model")
+        transformers = require("transformers", "hf")
+        model: Any = load_model(transformers.CLIPModel, place, torch.float32, spare=r".*position_ids$")
+        return cls(model, CLIPText.open(where, torch.float32).tokenizer, where)
+
+    @torch.no_grad()
+    def scores(self, images: Tensor, captions: Sequence[str]) -> Tensor:
+        """Of images [B, 3, S, S] in [-1, 1], each with its caption: [B], at most 100, mostly 15 to 35."""
+        if len(images) != len(captions):
+            raise InputError(f"there are {len(captions)} captions for {len(images)} images: give one for each")
+        ids = self.text.tokenize(captions).long().to(images.device)
+        pixels = clip_pixels(images, self.size)
+        places = torch.arange(len(images), device=images.device)
+        return one_by_one(lambda rows: self._cosines(pixels[rows], ids[rows]), places).float() * 100
+
+    def _cosines(self, pixels: Tensor, ids: Tensor) -> Tensor:
+        found = self.model(input_ids=ids, pixel_values=pixels)  # its embeddings have length 1
+        return torch.as_tensor((found.image_embeds * found.text_embeds).sum(1))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "dtype": "float32",
+            "transform": f"resize to {self.size}, bicubic, CLIP's mean and deviation",
+            "fingerprint": self.fingerprint,
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        config, text = self.model.config, self.text.describe()["fingerprint"]
+        sides = (config.text_config, config.vision_config)
+        heads = [[side.hidden_act, side.layer_norm_eps, side.num_attention_heads] for side in sides]
+        return fingerprint(self.model.state_dict(), {"score": "clip", "size": self.size, "heads": heads, "text": text})

@@ -1,0 +1,386 @@
+"""The expert: a diffusion transformer with AdaLN-Single and cross-attention to text (paper, section 3.4).
+
+Shapes: B samples, C channels, S x S latents, N = (S / p)^2 image tokens, d wide, H heads, L text tokens.
+Where the paper's equations and PixArt-alpha differ, this is PixArt-alpha; docs/theory.md says why.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from atoll.diffusion.schedules import check_times
+from atoll.errors import InputError, shown, unknown
+from atoll.networks.stored import Stored
+
+TEXT_PROJECTIONS = ("linear", "mlp")
+ADALNS = ("single", "block")
+NUM_FREQUENCIES = 256
+MAX_LATENTS, MAX_TOKENS = 2**24, 2**16  # numbers and tokens per sample: pictures of 8192 pixels a side and more
+
+
+@dataclass(frozen=True)
+class TrunkConfig:
+    """What an expert and a router have in common."""
+
+    input_size: int = 32  # S
+    in_channels: int = 4  # C
+    patch_size: int = 2  # p
+    hidden_size: int = 1152  # d
+    depth: int = 28
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    text_dim: int | None = 768  # width of the text encoder's tokens; None: no text
+    text_projection: str = "linear"  # "linear" as in the paper, "mlp" as in PixArt-alpha
+    cross_attention_norm: bool = False  # the LN of Eq. 17, which PixArt-alpha does not have
+    time_scale: float = 999.0  # Eq. 20: t in [0, 1] is shown to the network as a step of [0, 999]
+    adaln: str = "single"  # one linear map of the time for all blocks, or "block", one for each, as in DiT
+    frequency_shift: int = 0  # 1: the slowest wave is exactly 10,000 times slower, as diffusers has it for DiT
+
+    def __post_init__(self) -> None:
+        limits = {"input_size": 4096, "in_channels": 4096, "patch_size": 256, "hidden_size": 65536, "depth": 1024}
+        for name, most in {**limits, "num_heads": 1024, "text_dim": 65536}.items():
+            value = getattr(self, name)
+            if name == "text_dim" and value is None:
+                continue
+            if type(value) is not int or not 1 <= value <= most:
+                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {shown(value)}")
+        for name in ("mlp_ratio", "time_scale"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0.01 <= value <= 1e6:
+                raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {shown(value)}")
+        if self.in_channels * self.input_size**2 > MAX_LATENTS or self.num_tokens > MAX_TOKENS:
+            raise InputError(
+                f"{self.in_channels} x {self.input_size} x {self.input_size} latents in patches of {self.patch_size} "
+                f"are too many: a sample has at most {MAX_LATENTS} numbers and {MAX_TOKENS} tokens"
+            )
+        if self.input_size % self.patch_size:
+            raise InputError(f"input_size {self.input_size} is not a multiple of patch_size {self.patch_size}")
+        if self.hidden_size % self.num_heads or self.hidden_size % 4:
+            raise InputError(
+                f"hidden_size {self.hidden_size} must be a multiple of 4 and of num_heads {self.num_heads}"
+            )
+        if self.text_projection not in TEXT_PROJECTIONS:
+            raise unknown("text_projection", self.text_projection, TEXT_PROJECTIONS)
+        if self.adaln not in ADALNS:
+            raise unknown("adaln", self.adaln, ADALNS)
+        if type(self.frequency_shift) is not int or self.frequency_shift not in (0, 1):
+            raise InputError(f"frequency_shift must be 0 or 1, but is {shown(self.frequency_shift)}")
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.input_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class DiTConfig(TrunkConfig):
+    """An expert's architecture."""
+
+    out_channels: int | None = None  # None: as many as come in
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = self.out_channels
+        if value is not None and (type(value) is not int or not 1 <= value <= 4096):
+            raise InputError(f"out_channels must be a whole number from 1 to 4096, or None, but is {shown(value)}")
+
+
+class TextContext(NamedTuple):
+    """A text as the blocks see it. It does not depend on x or t: read it once, use it at every step."""
+
+    keys_values: tuple[tuple[Tensor, Tensor], ...]  # a block: [B, H, L, d/H] each
+    mask: Tensor | None  # [B, 1, 1, L], True where there is a token; None: everywhere
+    towards: Tensor | None = None  # [B, C, S, S], what the text says by itself: for calibration, not for the network
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = self.qkv(h).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, N, d/H]
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # [B, N, d]
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        q = self.q(h).unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, d/H]
+        keys, values = (kv.expand(len(h), -1, -1, -1) for kv in (keys, values))
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # [B, N, d]
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention and an MLP, the first and last modulated by time (Eq. 15-18)."""
+
+    def __init__(self, config: TrunkConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.own_time = config.adaln == "block"
+        if self.own_time:
+            self.time_block = nn.Linear(width, 6 * width)
+        else:
+            self.modulation = nn.Parameter(torch.empty(6, width))  # E_b
+        self.attention = SelfAttention(width, config.num_heads)
+        self.cross = None if config.text_dim is None else CrossAttention(width, config.num_heads)
+        self.cross_norm = config.cross_attention_norm
+        inner = int(width * config.mlp_ratio)
+        self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width))
+
+    def forward(
+        self, h: Tensor, time: Tensor, keys: Tensor | None, values: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        """`time` is c of Eq. 14, [B, 6, d], or what a block with a map of its own takes, [B, d]."""
+        six = self.time_block(time).unflatten(1, (6, -1)) if self.own_time else time + self.modulation  # [B, 6, d]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = six.unsqueeze(2).unbind(1)  # [B, 1, d]
+        h = torch.addcmul(h, gate, self.attention(modulated_norm(h, shift, scale)))
+        if self.cross is not None:
+            assert keys is not None
+            assert values is not None
+            h = h + self.cross(plain_norm(h) if self.cross_norm else h, keys, values, mask)
+        return torch.addcmul(h, mlp_gate, self.mlp(modulated_norm(h, mlp_shift, mlp_scale)))
+
+
+def plain_norm(h: Tensor) -> Tensor:
+    return F.layer_norm(h, h.shape[-1:], eps=1e-6)
+
+
+def modulated_norm(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """LN(h) * (1 + scale) + shift."""
+    if len(scale) == 1:  # one time for the whole batch: the modulation is the affine part of the norm itself
+        return F.layer_norm(h, h.shape[-1:], weight=1 + scale.flatten(), bias=shift.flatten(), eps=1e-6)
+    return torch.addcmul(shift, plain_norm(h), 1 + scale)
+
+
+class TimeEmbedding(nn.Module):
+    """t in [0, 1] -> tau(t): cosines and sines of the scaled time, then an MLP."""
+
+    def __init__(self, width: int, scale: float, shift: int = 0) -> None:
+        super().__init__()
+        self.scale, self.shift = scale, shift
+        self.mlp = nn.Sequential(nn.Linear(NUM_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor) -> Tensor:
+        angle = (self.scale * t.float())[:, None] * frequencies(self.shift, t.device)  # [B, 128]
+        waves = torch.cat([torch.cos(angle), torch.sin(angle)], 1)
+        return self.mlp(waves.to(next(self.parameters()).dtype))  # [B, d]
+
+
+def frequencies(shift: int = 0, device: torch.device | None = None) -> Tensor:
+    """Of the waves that a network sees of its scaled time, falling from 1: [128]."""
+    half = NUM_FREQUENCIES // 2
+    powers = -math.log(10_000) * torch.arange(half, device=device, dtype=torch.float32)
+    return torch.exp(powers / (half - shift))
+
+
+class Trunk(Stored):
+    """Patches in, time and text mixed in by blocks: all of an expert or a router but its last layer."""
+
+    def __init__(self, config: TrunkConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, patch = config.hidden_size, config.patch_size
+        self.patch_embed = nn.Linear(config.in_channels * patch**2, width)
+        self.positions = nn.Parameter(torch.empty(config.num_tokens, width), requires_grad=False)
+        self.time_embed = TimeEmbedding(width, config.time_scale, config.frequency_shift)
+        self.time_block = None  # MLP_global of Eq. 14, after a SiLU
+        if config.adaln == "single":
+            self.time_block = nn.Linear(width, 6 * width)
+        self.text_embed: nn.Module | None = None
+        if config.text_dim is not None:
+            self.text_embed = nn.Linear(config.text_dim, width)
+            if config.text_projection == "mlp":
+                act = nn.GELU(approximate="tanh")
+                self.text_embed = nn.Sequential(self.text_embed, act, nn.Linear(width, width))
+        self.blocks: Sequence[Block] = nn.ModuleList(Block(config) for _ in range(config.depth))  # type: ignore[assignment]
+        self.gradient_checkpointing = False
+
+    def reset_parameters(self) -> None:
+        """Fresh weights, as PixArt-alpha starts: near the identity, and deaf to the text."""
+        width = self.config.hidden_size
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for part in (self.time_embed, self.time_block, self.text_embed):
+            for module in () if part is None else part.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.02)
+        for block in self.blocks:
+            if block.own_time:
+                nn.init.zeros_(block.time_block.weight)
+            else:
+                nn.init.normal_(block.modulation, std=width**-0.5)
+            if block.cross is not None:
+                nn.init.zeros_(block.cross.out.weight)
+        with torch.no_grad():
+            self.positions.copy_(sincos_positions(width, self.config.input_size // self.config.patch_size))
+
+    def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
+        """The keys and values of each block for tokens[B, L, text_dim], mask[B, L] True where there is a token.
+
+        No work is done on padding: the projections see only real tokens, attention only the longest text. How many that
+        are is a question to the device; where that hurts (CUDA graphs, torch.compile) read the text outside.
+        """
+        config = self.config
+        if self.text_embed is None:
+            raise InputError("this network was built without text (text_dim is None): pass no text to it")
+        if tokens.dim() != 3 or tokens.shape[2] != config.text_dim or 0 in tokens.shape:
+            raise InputError(f"text must have shape [batch, length, {config.text_dim}], but has {list(tokens.shape)}")
+        self._check_dtype("text", tokens)
+        if mask is not None:
+            tokens, mask = _without_padding(tokens, mask)
+        real = tokens if mask is None else tokens[mask]  # [B, L, text_dim] or [all real tokens, text_dim]
+        real = self.text_embed(real)
+
+        def keys_values(block: Block) -> tuple[Tensor, Tensor]:
+            assert block.cross is not None
+            kv = block.cross.kv(real)  # [..., 2d]
+            if mask is not None:
+                kv = kv.new_zeros(*mask.shape, kv.shape[-1]).masked_scatter(mask[..., None], kv)  # [B, L, 2d]
+            keys, values = kv.unflatten(2, (2, config.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, L, d/H]
+            return keys, values
+
+        return TextContext(
+            tuple(keys_values(block) for block in self.blocks), None if mask is None else mask[:, None, None]
+        )
+
+    def run_blocks(self, h: Tensor, t: Tensor, text: TextContext | None) -> tuple[Tensor, Tensor]:
+        """h[B, tokens, d] through all blocks, and tau(t)[B or 1, d]."""
+        tau = self.time_embed(t.reshape(-1))
+        time = F.silu(tau)  # [B or 1, d]
+        if self.time_block is not None:
+            time = self.time_block(time).unflatten(1, (6, -1))  # c of Eq. 14: [B or 1, 6, d]
+        for i, block in enumerate(self.blocks):
+            keys, values = (None, None) if text is None else text.keys_values[i]
+            mask = None if text is None else text.mask
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                h = checkpoint(block, h, time, keys, values, mask, use_reentrant=False)
+            else:
+                h = block(h, time, keys, values, mask)
+        return h, tau
+
+    def embed(self, x: Tensor) -> Tensor:
+        """x[B, C, S, S] as tokens with their places: [B, N, d]."""
+        patch = self.config.patch_size
+        x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/p, p, S/p, p]
+        patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, N, C p p]
+        return self.patch_embed(patches) + self.positions
+
+    def take(self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None) -> TextContext | None:
+        """Check the arguments of a forward pass, and read the text if that has not been done."""
+        size, channels = self.config.input_size, self.config.in_channels
+        if x.dim() != 4 or x.shape[1:] != (channels, size, size):
+            raise InputError(f"x must have shape [batch, {channels}, {size}, {size}], but has {list(x.shape)}")
+        if t.dim() > 1 or (t.dim() == 1 and len(t) not in (1, len(x))):
+            raise InputError(f"t must be one time or one for each of the {len(x)} samples, but has {list(t.shape)}")
+        check_times(t)
+        self._check_dtype("x", x)
+        if text is None:
+            if self.text_embed is not None:
+                raise InputError("this network needs a text: for none, encode the empty string")
+            return None
+        if isinstance(text, Tensor):
+            text = self.read_text(text, mask)
+        elif mask is not None:
+            raise InputError("a text that has been read carries its own mask: pass none beside it")
+        if not isinstance(text, TextContext) or len(text.keys_values) != self.config.depth or self.text_embed is None:
+            raise InputError("the text was not read by this network: pass it through its read_text")
+        num_texts = len(text.keys_values[0][0])
+        if num_texts not in (1, len(x)):
+            raise InputError(f"there are {num_texts} texts for {len(x)} samples: give one for all or one for each")
+        return text
+
+    def _check_dtype(self, name: str, values: Tensor) -> None:
+        own = self.patch_embed.weight.dtype
+        if values.dtype != own and not torch.is_autocast_enabled(values.device.type):
+            raise InputError(f"{name} has dtype {values.dtype} but the network has {own}: convert one of them")
+
+
+class DiT(Trunk):
+    """(x, t, text) -> the prediction its objective taught it, of the shape of x."""
+
+    config: DiTConfig
+    config_class = DiTConfig
+    card_keys = frozenset(
+        ("objective", "latent_space", "text_encoder", "data", "training", "init", "license", "calibration", "guidance")
+    )  # see expert.py
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        out_channels = config.out_channels or config.in_channels
+        self.own_time = config.adaln == "block"
+        if self.own_time:
+            self.out_time_block = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        else:
+            self.out_modulation = nn.Parameter(torch.empty(2, config.hidden_size))
+        self.out = nn.Linear(config.hidden_size, out_channels * config.patch_size**2)
+        if not self.out.weight.is_meta:  # one without memory is about to be loaded
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.own_time:
+            nn.init.zeros_(self.out_time_block.weight)
+        else:
+            nn.init.normal_(self.out_modulation, std=self.config.hidden_size**-0.5)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(
+        self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """x[B, C, S, S]; t[B], or 0-d for one time; text[B, L, text_dim] with mask[B, L], or read already."""
+        context = self.take(x, t, text, mask)
+        h, tau = self.run_blocks(self.embed(x), t, context)  # [B, N, d]
+        if self.own_time:
+            two = self.out_time_block(F.silu(tau)).unflatten(1, (2, -1))  # [B or 1, 2, d]
+        else:
+            two = tau[:, None] + self.out_modulation
+        shift, scale = two.unsqueeze(2).unbind(1)  # [B or 1, 1, d]
+        patches = self.out(modulated_norm(h, shift, scale))  # [B, N, p p C]
+        patch, side = self.config.patch_size, self.config.input_size // self.config.patch_size
+        grid = patches.unflatten(2, (patch, patch, -1)).unflatten(1, (side, side))  # [B, S/p, S/p, p, p, C]
+        return grid.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # [B, C, S, S]
+
+
+def sincos_positions(width: int, side: int, step: float = 1.0) -> Tensor:
+    """Fixed sines and cosines of each token's column, then of its row, `step` apart: [side * side, width]."""
+    # On the CPU even for a network without memory: see encoders/text.py.
+    powers = torch.arange(width // 4, dtype=torch.float64, device="cpu") / (width / 4)
+    angle = step * torch.arange(side, dtype=torch.float64, device="cpu")[:, None] / 10_000**powers
+    waves = torch.cat([torch.sin(angle), torch.cos(angle)], 1)  # [side, d/2]
+    columns, rows = waves.repeat(side, 1), waves.repeat_interleave(side, 0)
+    return torch.cat([columns, rows], 1).float()
+
+
+def _without_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The batch cut to its longest text, and no mask where that leaves nothing to hide."""
+    if mask.shape != tokens.shape[:2]:
+        raise InputError(f"the text mask must have shape {list(tokens.shape[:2])}, but has {list(mask.shape)}")
+    if mask.is_floating_point() or (mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())):
+        raise InputError("the text mask must be True or 1 where there is a token and False or 0 elsewhere")
+    mask = mask.bool()
+    if not bool(mask.any(1).all()):
+        row = int((~mask.any(1)).nonzero()[0])
+        raise InputError(
+            f"text {row} of the batch has no token at all: encode the empty string, which has at least one"
+        )
+    length = int(mask.any(0).nonzero()[-1]) + 1
+    tokens, mask = tokens[:, :length], mask[:, :length]
+    return tokens, None if bool(mask.all()) else mask

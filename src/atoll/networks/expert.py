@@ -1,0 +1,113 @@
+"""An expert as others get it: a network that says how it was trained, on what, and how far it can be trusted.
+
+EXPERT/config.json              architecture, objective, latent space, text encoder, data, training, init, licence
+EXPERT/model.safetensors        the weights (averaged over training)
+EXPERT/calibration.safetensors  what was measured on held-out data of its cluster, if config.json says so
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from atoll.config import build
+from atoll.diffusion.objective import Objective
+from atoll.diffusion.transfer import Calibration, Conversion, Transfer
+from atoll.errors import InputError, shown
+from atoll.networks.dit import DiT
+from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
+from atoll.networks.text_prior import TextPrior
+from atoll.storage import reason_of, write_whole
+from atoll.tensors import read_tensors
+
+CALIBRATION = "calibration.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """A network and its card."""
+
+    network: DiT
+    objective: Objective
+    latent_space: Mapping[str, Any]  # "shape" [C, S, S], and "codec" as dataset.json describes it
+    text_encoder: Mapping[str, Any]  # as dataset.json describes it
+    data: Mapping[str, Any] = field(default_factory=dict)  # name, fingerprint, cluster, pictures, license
+    training: Mapping[str, Any] = field(default_factory=dict)  # settings, steps, samples, held-out loss
+    init: Mapping[str, Any] | None = None  # where the first weights came from; None: random
+    license: str = "unknown"
+    calibration: Calibration | None = None
+    prior: TextPrior | None = None  # what the calibration draws to; the cluster's mean if there is none
+    guidance: float = 1.0  # that it has learned, so that none is needed to sample; 1: none
+
+    def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
+        """How its outputs become canonical velocities."""
+        chosen = None if conversion is None else Conversion(conversion)
+        return Transfer(self.objective.prediction, self.objective.path, chosen, self.calibration)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the folder; config.json comes last, so that what it promises is there."""
+        folder = Path(folder)
+        if self.calibration is not None:
+            found = self.calibration
+            tensors = {"log_snr": found.log_snr, "gain": found.gain, "mean": found.mean.float().contiguous()}
+            if self.prior is not None:
+                for name in ("weight", "centre", "null"):
+                    tensors[f"text_{name}"] = getattr(self.prior, name).contiguous()
+                tensors["text_limit"] = torch.tensor(self.prior.limit, dtype=torch.float64)
+            write_whole(folder / CALIBRATION, lambda staged: save_file(tensors, staged))
+        card = {
+            "objective": asdict(self.objective),
+            "latent_space": dict(self.latent_space),
+            "text_encoder": dict(self.text_encoder),
+            "data": dict(self.data),
+            "training": dict(self.training),
+            "init": None if self.init is None else dict(self.init),
+            "license": self.license,
+            "calibration": None if self.calibration is None else CALIBRATION,
+            **({} if self.guidance == 1 else {"guidance": self.guidance}),
+        }
+        self.network.card = card
+        self.network.save_pretrained(folder, [] if self.calibration is None else [CALIBRATION])
+
+    @classmethod
+    def load(cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> "Expert":
+        """From a folder or a hub id; every key and value is checked."""
+        path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
+        network = DiT.from_pretrained(path, dtype=dtype)
+        card = dict(network.card)
+        for key in ("objective", "latent_space", "text_encoder"):
+            if not isinstance(card.get(key), Mapping):
+                raise InputError(f"{path / CONFIG} has no {key!r}: it holds a bare network, not an expert")
+        config, shape = network.config, card["latent_space"].get("shape")
+        if shape != [config.in_channels, config.input_size, config.input_size]:
+            raise InputError(f"{path / CONFIG} has latents {shape}, which its architecture does not take")
+        calibration, prior = (None, None) if card.get("calibration") is None else read_calibration(path / CALIBRATION)
+        objective = build(Objective, card.pop("objective"), f"the objective in {path / CONFIG}")
+        if calibration is not None and list(calibration.mean.shape) != shape:
+            raise InputError(f"{path / CALIBRATION} is of latents {list(calibration.mean.shape)}, not {shape}")
+        card |= {"calibration": calibration, "prior": prior, "guidance": learned_guidance(card, path / CONFIG)}
+        return cls(network=network, objective=objective, **card)
+
+
+def learned_guidance(card: Mapping[str, Any], where: Path) -> float:
+    """What a card says of guidance; most say nothing, and have learned none."""
+    found = card.get("guidance", 1.0)
+    if type(found) not in (int, float) or not 0 < found < math.inf:
+        raise InputError(f"{where} is damaged, its 'guidance' is {shown(found)}: copy it again from its source")
+    return float(found)
+
+
+def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:
+    tensors = read_tensors(path, f"the expert's {CONFIG} names it, so copy it again from its source")
+    try:
+        found = Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
+        if "text_weight" not in tensors:
+            return found, None
+        weight, centre, null, limit = (tensors[f"text_{name}"] for name in ("weight", "centre", "null", "limit"))
+        return found, TextPrior(found.mean, weight, centre, null, float(limit))
+    except (KeyError, RuntimeError, TypeError) as error:  # a tensor is not there, or of another shape
+        raise InputError(f"{path} is damaged ({reason_of(error)}): copy it again from its source") from error

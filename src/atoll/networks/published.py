@@ -1,0 +1,289 @@
+"""Published checkpoints as data: tensors by name, whatever file or folder they come in. Nothing in them is executed.
+
+Neither does a file get more memory than it has bytes: what it claims is checked before and after it is opened.
+"""
+
+import argparse
+import hashlib
+import os
+import pickletools
+import struct
+import warnings
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BufferedReader, BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import InputError, printable, shown
+from atoll.networks.stored import CONFIG
+from atoll.storage import digest_of, open_regular, read_json, real_path, reason_of
+from atoll.tensors import MAX_DIMS, check_memory, read_tensors
+
+WRAPPERS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model", "module")  # the averaged weights first
+PREFIXES = ("module.", "_orig_mod.")  # of torch's DistributedDataParallel and torch.compile
+NAMES = ("diffusion_pytorch_model", "pytorch_model", "model")
+AGAIN = "download it again"
+MAX_PICKLE = 8 << 20  # bytes; that of DiT-XL/2 with its average and the state of its optimiser has half a million
+SHARED = 4  # weights may share memory, as tied ones do, but not so that they are this many times as large as the file
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files from before torch 1.6 begin with
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A checkpoint as it was found."""
+
+    path: Path  # the file, or the folder of several
+    weights: Mapping[str, Tensor]
+    sha256: str
+    config: Mapping[str, Any] = field(default_factory=dict)  # the folder's config.json
+    args: Mapping[str, Any] = field(default_factory=dict)  # what its training command was given, where it says so
+    wrapper: str | None = None  # under which key of the file the weights were
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.weights.items():
+            if not tensor.is_floating_point():
+                raise InputError(
+                    f"{printable(name, 100)} in {self.path} holds {tensor.dtype}, not weights: give another checkpoint"
+                )
+        check_finite(self.weights, self.path)
+
+
+def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            continue
+        known = tensor.float() if tensor.itemsize == 1 else tensor  # float8 cannot tell
+        if not bool(torch.isfinite(known).all()):
+            raise InputError(
+                f"{printable(name, 100)} in {path} holds values that are not finite: its training diverged or the "
+                "file is damaged, give another"
+            )
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """A file with a table of finite tensors in it, and nothing else."""
+    weights, _, _ = read_file(path)
+    check_finite(weights, path)
+    return weights
+
+
+def read_source(path: Path) -> Source:
+    """A .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.exists():
+        raise InputError(f"there is no {path}: give a checkpoint's file, or the folder of one")
+    weights, args, wrapper = read_file(path)
+    return Source(path, weights, digest_of(path), args=args, wrapper=wrapper)
+
+
+def _read_folder(root: Path) -> Source:
+    """The folder's config and weights; of a whole pipeline, those of its transformer. No link leads out of `root`."""
+    folder = root
+    if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
+        folder = folder / "transformer"
+    config = read_json(folder / CONFIG, "give a folder with config.json and weights, or a checkpoint's file", root)
+    for name in NAMES:
+        index = folder / f"{name}.safetensors.index.json"
+        if index.exists():
+            return _read_shards(folder, index, config, root)
+        for suffix in (".safetensors", ".bin"):
+            file = folder / f"{name}{suffix}"
+            if file.exists():
+                weights, args, wrapper = read_file(file, root)
+                return Source(folder, weights, digest_of(file, root), config, args, wrapper)
+    if (folder / "expert_0").is_dir():
+        raise InputError(
+            f"{folder} holds several parts: give one of them, such as {folder / 'expert_0'}, or --to model"
+        )
+    raise InputError(f"{folder} holds no weights: it should have {NAMES[0]}.safetensors beside its {CONFIG}")
+
+
+def _read_shards(folder: Path, index: Path, config: Mapping[str, Any], root: Path) -> Source:
+    weights: dict[str, Tensor] = {}
+    hashes = []
+    for name in shard_names(index, root):
+        weights.update(read_tensors(folder / name, AGAIN, root))
+        hashes.append(digest_of(folder / name, root))
+    return Source(folder, _unprefixed(weights), hashlib.sha256("".join(hashes).encode()).hexdigest(), config)
+
+
+def shard_names(index: Path, root: Path | None = None) -> list[str]:
+    """Returns the files that an index of a model in several names, all of them in its own folder."""
+    table = read_json(index, AGAIN, root).get("weight_map")
+    if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table.values()):
+        raise InputError(f"{index} has no table 'weight_map' of files: {AGAIN}")
+    for name in sorted(set(table.values())):
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise InputError(f"{index} names a file outside its folder or of another kind, {shown(name)}: {AGAIN}")
+    return sorted(set(table.values()))
+
+
+def read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
+    """Its weights, the arguments of its training where it has them, and the key that the weights were under."""
+    try:
+        with open_regular(path, root) as file:
+            start, size = file.read(9), os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise InputError(f"there is no {path}: give the file of the weights") from error
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path} ({reason_of(error)}): give a file that is there and may be read"
+        ) from error
+    # First of all safetensors: the length that they begin with may look like a pickle's first byte.
+    if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < size + 2**27:
+        return _unprefixed(read_tensors(path, AGAIN, root)), {}, None
+    if start[:4] == b"PK\3\4" or start[:1] == b"\x80":
+        content, args, wrapper = _unwrapped(_unpickled(path, root), path)
+        _check_plain(content, path, size)
+        # Into memory of their own: a mapped file that is cut short kills the process that reads it.
+        own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
+        return _unprefixed(own), args, wrapper
+    what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched"}.get(start[:1])
+    what = what or ("empty" if not start else "neither a torch checkpoint nor a safetensors file")
+    raise InputError(f"{path} is {what}: {AGAIN}")
+
+
+# --- pickles ------------------------------------------------------------------------------------------------------
+
+
+def _unpickled(path: Path, root: Path | None) -> Any:
+    """What torch.load makes of the file with everything but tensors and plain values refused."""
+    try:
+        with open_regular(path, root) as file:
+            zipped = file.read(4) == b"PK\3\4"
+            (_check_zip if zipped else _check_legacy)(file, path)
+    except InputError:
+        raise
+    except Exception as error:  # zipfile and pickletools fail in any way they like
+        raise _damaged(path, error) from error
+    real = real_path(path, root)
+    try:
+        refused = set(torch.serialization.get_unsafe_globals_in_checkpoint(real)) - {"argparse.Namespace"}
+    except Exception:  # an old or a damaged file: it is read below, by the same rules, and said what is wrong
+        refused = set()
+    if refused:
+        names = printable(", ".join(sorted(refused)[:3]), 200)
+        raise InputError(
+            f"{path} is refused: it is a pickle with code in it ({names}), which would run when it is opened; "
+            "give a file that holds tensors alone"
+        )
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong is said below
+            return torch.load(real, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # pickles fail in any way they like
+        failure = error
+    if type(failure).__name__ == "UnpicklingError" and "global" in str(failure).lower():
+        raise InputError(
+            f"{path} is refused: it is a pickle with code in it, which would run when it is opened; "
+            "give a file that holds tensors alone"
+        ) from failure
+    if "weights only" in str(failure).lower() or "weights_only" in str(failure):
+        raise _no_weights(path) from failure
+    raise _damaged(path, failure) from failure
+
+
+def _check_zip(file: BufferedReader, path: Path) -> None:
+    """Refuses an archive that would unpack to more than it has bytes; torch stores its tensors as they are."""
+    size = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise _no_weights(path)
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if packed or sum(entry.file_size for entry in entries) > size:
+            raise InputError(f"{path} is packed, as torch never saves tensors: unpack it, or give another copy")
+        for entry in entries:
+            if entry.filename.endswith("data.pkl"):
+                if entry.file_size > MAX_PICKLE:
+                    raise _too_much(path)
+                _check_pickle(archive.read(entry), path)
+
+
+def _check_legacy(file: BufferedReader, path: Path) -> None:
+    """Refuses a file without the pickles that torch wrote before 1.6, or with pickles that are too long."""
+    file.seek(0)
+    content = BytesIO(file.read(MAX_PICKLE + 1))
+    if content.read(len(LEGACY)) != LEGACY:
+        raise _no_weights(path)
+    for _ in range(4):  # the version, the machine, the objects and the names of the storages, which come after them
+        for _ in pickletools.genops(content):
+            pass
+    if content.tell() > MAX_PICKLE:
+        raise _too_much(path)
+    _check_pickle(content.getvalue()[: content.tell()], path)
+
+
+def _check_pickle(content: bytes, path: Path) -> None:
+    if b"\nbytearray\n" in content:  # the one function torch allows that takes as much memory as it is told to
+        raise _no_weights(path)
+
+
+def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
+    """Refuses tensors of other kinds, and those that claim more memory than the file has bytes: by strides of 0, say.
+
+    Their bytes are counted by shape, which is what a copy takes.
+    """
+    total = 0
+    for name, tensor in weights.items():
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+        if not plain or tensor.device.type != "cpu" or tensor.is_quantized or tensor.dim() > MAX_DIMS:
+            raise InputError(
+                f"{printable(name, 100)} in {path} is no plain dense tensor: give a checkpoint of such tensors alone"
+            )
+        num_bytes = tensor.numel() * tensor.itemsize
+        total += num_bytes
+        if num_bytes > tensor.untyped_storage().nbytes() or total > SHARED * size:
+            raise InputError(
+                f"{printable(name, 100)} in {path} claims more numbers than the file has: it is damaged, {AGAIN}"
+            )
+    check_memory(total, str(path))
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path} is truncated or damaged ({printable(reason_of(error).split('. ')[0], 200)}): {AGAIN}")
+
+
+def _too_much(path: Path) -> InputError:
+    return InputError(
+        f"{path} says more beside its tensors than {MAX_PICKLE >> 20} MB: give a file that holds tensors alone"
+    )
+
+
+def _no_weights(path: Path) -> InputError:
+    return InputError(
+        f"{path} holds a program or other objects, which are not read: give a file that holds tensors alone"
+    )
+
+
+def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
+    """The weights in what a file held: themselves, or under a key beside an optimiser's state."""
+    args: Any = {}
+    wrapper = None
+    if isinstance(content, Mapping):
+        args = content.get("args", {})
+        args = vars(args) if isinstance(args, argparse.Namespace) else args
+        wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
+    found = content if wrapper is None else content[wrapper]
+    if not isinstance(found, Mapping) or not found or not all(isinstance(key, str) for key in found):
+        raise InputError(f"{path} holds no tensors by name: give a checkpoint with a state dict in it")
+    other = next((key for key, value in found.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise InputError(
+            f"{path} is no state dict, its {shown(other)} is not a tensor: give a checkpoint with one in it"
+        )
+    return dict(found), args if isinstance(args, Mapping) else {}, wrapper
+
+
+def _unprefixed(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weights = dict(found)
+    for prefix in PREFIXES:
+        if all(key.startswith(prefix) for key in weights):
+            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+    return weights

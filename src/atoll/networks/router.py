@@ -1,0 +1,64 @@
+"""The router: which expert's cluster a noisy sample belongs to, p(k | x_t, t [, text]) (Eq. 2)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import InputError, shown, unknown
+from atoll.networks.dit import TextContext, Trunk, TrunkConfig, plain_norm
+
+HEADS = ("linear", "mlp")
+MAX_EXPERTS = 65536
+
+
+@dataclass(frozen=True)
+class RouterConfig(TrunkConfig):
+    """A router's architecture; text_dim None makes it blind to the text, as in the paper."""
+
+    num_experts: int = 8
+    head: str = "linear"  # on the normalised class token, or "mlp" on the token as it is, as in Paris
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.num_experts <= MAX_EXPERTS:
+            raise InputError(f"num_experts must be from 1 to {MAX_EXPERTS}, but is {shown(self.num_experts)}")
+        if self.head not in HEADS:
+            raise unknown("head", self.head, HEADS)
+
+
+class Router(Trunk):
+    """An expert's trunk with a class token, whose last state gives K logits. It sees canonical (x_t, t)."""
+
+    config: RouterConfig
+    config_class = RouterConfig
+    card_keys = frozenset(("temperature", "latent_space", "text_encoder", "data", "training", "license"))
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__(config)
+        self.class_token = nn.Parameter(torch.empty(config.hidden_size))
+        width = config.hidden_size
+        self.head: nn.Module = nn.Linear(width, config.num_experts)
+        if config.head == "mlp":
+            act = nn.GELU(approximate="tanh")
+            self.head = nn.Sequential(nn.Linear(width, width), act, nn.LayerNorm(width), act, self.head)
+        if not self.class_token.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.class_token, std=0.02)
+        last = self.head[-1] if isinstance(self.head, nn.Sequential) else self.head
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+
+    def forward(
+        self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits[B, K]; the arguments are an expert's."""
+        context = self.take(x, t, text, mask)
+        tokens = self.embed(x)  # [B, N, d]
+        h = torch.cat([self.class_token.expand(len(x), 1, -1), tokens], 1)  # [B, 1 + N, d]
+        h, _ = self.run_blocks(h, t, context)
+        token = h[:, 0]  # [B, d]
+        return self.head(plain_norm(token) if self.config.head == "linear" else token)  # [B, K]

@@ -1,0 +1,111 @@
+"""What the text alone says of the picture: the mean latent of a caption, by ridge regression on its mean token.
+
+Near pure noise an expert's own x0 is its error divided by alpha, and the best answer is the mean of all pictures that
+the text may mean. This is that mean, as far as it is linear in the text.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.errors import InputError
+from atoll.networks.centroid_router import mean_token
+
+RIDGES = tuple(10.0**power for power in range(-5, 2))  # times the mean variance of the texts
+EVERY = 5  # of each five rows one judges the ridge
+NEAR_NULL = 0.05  # of the distance between captions and the null text: within it a text says less and less
+
+
+@dataclass(frozen=True, eq=False)
+class TextPrior:
+    """mean + weight (mean token - centre); less of it for texts that lead further than any caption of the cluster."""
+
+    mean: Tensor  # [C, S, S], of the cluster
+    weight: Tensor  # [text_dim, C, S, S]
+    centre: Tensor  # [text_dim], the mean of the captions' mean tokens
+    null: Tensor  # [text_dim], the mean token of the null text, which says nothing
+    limit: float  # the largest distance from `mean` of a caption
+
+    def __post_init__(self) -> None:
+        dim = len(self.centre)
+        if self.weight.shape != (dim, *self.mean.shape) or self.null.shape != (dim,) or not self.limit >= 0:
+            raise InputError(f"a text prior for texts {dim} wide and latents {list(self.mean.shape)} does not fit")
+        if not all(bool(torch.isfinite(part).all()) for part in (self.mean, self.weight, self.centre, self.null)):
+            raise InputError("the text prior holds values that are not finite: measure it again")
+
+    @classmethod
+    def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
+        """From (mean tokens[n, text_dim], latents[n, C, S, S]); the ridge is the one that predicts every fifth best."""
+        parts = [_Sums(), _Sums()]
+        longest: list[Tensor] = []
+        for pooled, latents in batches:
+            off = (latents.double() - mean.double()).flatten(1)
+            judges = torch.arange(len(pooled)) % EVERY == 0
+            for part, rows in zip(parts, (~judges, judges), strict=True):
+                part.add(pooled[rows].double(), off[rows])
+            longest.append(pooled)
+        learned, judge = parts
+        everything = learned + judge
+        if learned.num < 2:
+            weight, centre = torch.zeros(null.shape[0], mean.numel(), dtype=torch.float64), everything.centre
+        else:
+            ridge = min(RIDGES, key=lambda trial: judge.error(learned.solve(trial), learned.centre))
+            weight, centre = everything.solve(ridge), everything.centre
+        limit = max(float(((pooled.double() - centre) @ weight).norm(dim=1).max()) for pooled in longest)
+        return cls(mean.float(), weight.float().view(-1, *mean.shape), centre.float(), null.float(), limit)
+
+    def of(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The mean latent of texts tokens[B, L, text_dim] with mask[B, L]: [B, C, S, S]."""
+        pooled = mean_token(tokens.to(self.centre), mask)
+        off = torch.tensordot(pooled - self.centre, self.weight, 1)  # [B, C, S, S]
+        # Unlike any caption of the cluster, a text is trusted the less the further it leads.
+        length = off.flatten(1).norm(dim=1)
+        scale = (self.limit / length.clamp_min(1e-12)).clamp(max=1) ** 2
+        # The null text says nothing, nor does what a rounding makes of it.
+        apart = (pooled - self.null).norm(dim=1) / (self.centre - self.null).norm().clamp_min(1e-12)
+        scale = scale * (apart / NEAR_NULL).clamp(max=1)
+        return self.mean + scale.view(-1, *[1] * self.mean.dim()) * off
+
+    def to(self, device: torch.device) -> "TextPrior":
+        mean, weight, centre, null = (part.to(device) for part in (self.mean, self.weight, self.centre, self.null))
+        return TextPrior(mean, weight, centre, null, self.limit)
+
+
+class _Sums:
+    """The moments that a regression needs, of any number of rows: num, sums of p, p p^T, p x^T, x, x^2."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.sums: list[Tensor] = []
+
+    def add(self, pooled: Tensor, off: Tensor) -> None:
+        new = [pooled.sum(0), pooled.T @ pooled, pooled.T @ off, off.sum(0), (off**2).sum()]
+        self.sums = [a + b for a, b in zip(self.sums, new, strict=True)] if self.sums else new
+        self.num += len(pooled)
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        both = _Sums()
+        both.num = self.num + other.num
+        both.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
+        return both
+
+    @property
+    def centre(self) -> Tensor:
+        return self.sums[0] / max(self.num, 1)
+
+    def solve(self, ridge: float) -> Tensor:
+        """The weight[text_dim, D] of the ridge regression of x on p - centre; x has no mean of its own."""
+        p, pp, px, x, _ = self.sums
+        covariance = pp / self.num - torch.outer(p, p) / self.num**2
+        cross = px / self.num - torch.outer(p, x) / self.num**2
+        level = ridge * covariance.diagonal().mean().clamp_min(1e-12)
+        return torch.linalg.solve(covariance + level * torch.eye(len(p), dtype=p.dtype), cross)
+
+    def error(self, weight: Tensor, centre: Tensor) -> float:
+        """The sum of |x - weight (p - centre)|^2 over these rows."""
+        p, pp, px, x, xx = self.sums
+        moved = pp - torch.outer(p, centre) - torch.outer(centre, p) + self.num * torch.outer(centre, centre)
+        cross = px - torch.outer(centre, x)
+        return float(xx - 2 * (weight * cross).sum() + (weight * (moved @ weight)).sum())

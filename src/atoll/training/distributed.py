@@ -1,0 +1,70 @@
+"""The processes that train one network together: this one alone, or those that `accelerate launch` has started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.encoders.pretrained import require
+from atoll.errors import InputError
+from atoll.storage import alone, make_folder
+from atoll.training.settings import Settings
+
+
+class Team:
+    """One process of an island. Each trains on its slice of every batch; the first writes files."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._accelerator: Any = None
+        self.device = settings.torch_device
+        if self.size > 1:
+            # Precision and compiling are the settings', whatever accelerate was configured to do.
+            self._accelerator = require("accelerate", "hf").Accelerator(
+                cpu=self.device.type == "cpu", mixed_precision="no", dynamo_backend="no"
+            )
+            self.device = self._accelerator.device
+        if settings.batch % self.size:
+            raise InputError(f"a batch of {settings.batch} cannot be shared by {self.size} processes: change --batch")
+        share = settings.batch // self.size
+        self.mine = slice(self.rank * share, (self.rank + 1) * share)
+        if self.device.type == "cpu":
+            torch.set_num_threads(settings.threads)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        """The network such that backward passes average gradients over the team."""
+        return network if self._accelerator is None else self._accelerator.prepare_model(network)
+
+    def adding_up(self, network: nn.Module, last: bool) -> Any:
+        """For a backward pass whose gradients are only averaged with those of the last micro-batch."""
+        return nullcontext() if last or self._accelerator is None else self._accelerator.no_sync(network)
+
+    def mean(self, values: Tensor) -> Tensor:
+        if self._accelerator is None:
+            return values
+        reduced: Tensor = self._accelerator.reduce(values, "mean")
+        return reduced
+
+    def wait(self) -> None:
+        if self._accelerator is not None:
+            self._accelerator.wait_for_everyone()
+
+    @contextmanager
+    def holding(self, folder: Path) -> Iterator[None]:
+        """The run's folder, refused while another run lives in it."""
+        if not self.leads:
+            self.wait()
+            yield
+            return
+        make_folder(folder)
+        with alone(folder):
+            self.wait()
+            yield
