@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.cli.main import main
-from atoll.convert import REPORT, Wanted, convert, describe, reading, save
+from atoll.convert import REPORT, Wanted, convert, describe, save
 from atoll.convert.common import spacing_of
 from atoll.convert.diffusers_export import export
 from atoll.convert.modulation import Layer, TimeMLP, fit_single
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError
+from atoll.networks import published as reading
 from atoll.networks.dit import DiT, DiTConfig, sincos_positions
 from published import CLASSES, DEPTH, HEADS, SIZE, WIDTH, class_dit, layer, pixart, places, run_class_dit, run_pixart
 from published import draw as draw_weights
