@@ -31,13 +31,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from atoll.cards import INDEX
 from atoll.data.shards import Dataset
 from atoll.engines.local import Job, find_slots, run_jobs
 from atoll.engines.train_all import job_of
-from atoll.experiments.comparison import name_of, over_seeds, with_error
 from atoll.experiments.evaluate import Contender, Evaluation, Sampling
 from atoll.experiments.measure import Settings as Measured
-from atoll.sampling.assemble import INDEX, assemble
+from atoll.experiments.tables import name_of, over_seeds, with_error
+from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import read_json, write_json, write_whole
 from atoll.training.settings import DistillSettings, ExpertSettings

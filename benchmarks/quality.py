@@ -37,7 +37,8 @@ from atoll.experiments.judge import are_right
 from atoll.metrics.frechet import Moments, frechet_distance
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
-from atoll.plots.contact_sheet import COLOURS, contact_sheet, save_picture
+from atoll.plots.canvas import COLOURS, save_picture
+from atoll.plots.contact_sheet import contact_sheet
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import get_routing

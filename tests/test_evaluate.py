@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_sample_images
 
+from atoll.cards import ModelIndex
 from atoll.cli.main import main
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
@@ -26,13 +27,14 @@ from atoll.encoders.features import make_features
 from atoll.errors import InputError
 from atoll.experiments import evaluate as module
 from atoll.experiments.cache import Store
-from atoll.experiments.comparison import draw_metrics, draw_samples, name_of, render_table, spoken, with_error
 from atoll.experiments.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
 from atoll.experiments.judge import are_right, images_of
 from atoll.experiments.measure import Settings
 from atoll.experiments.sanity import Check, crowded, doubts_about, quilts_of
+from atoll.experiments.tables import draw_metrics, name_of, render_table, spoken, with_error
 from atoll.metrics.diversity import Distance
-from atoll.sampling.assemble import ModelIndex, assemble
+from atoll.plots.contact_sheet import draw_samples
+from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
 from test_assemble import parts
 
@@ -564,7 +566,7 @@ class TestTable:
 
     def test_pictures_of_any_number(self):
         results = self.results((1.0, 0.1), (-2.0, None))
-        assert draw_metrics(results).width > 400
+        assert draw_metrics(results["models"]).width > 400
         rows = {name: np.zeros((num, 32, 32, 3), np.uint8) for name, num in (("a", 1), ("b" * 60, 3))}
         assert draw_samples(rows, ["a caption\nof two lines", "", "c" * 400]).height > 64
 

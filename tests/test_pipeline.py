@@ -16,18 +16,21 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
 
+from atoll.cards import ModelIndex
 from atoll.cli.main import main
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
+from atoll.plots.contact_sheet import draw_grid
+from atoll.plots.trace import draw_trace
 from atoll.sampling import pipeline as module
-from atoll.sampling.assemble import ModelIndex, assemble
+from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import initial_noise
 from atoll.sampling.pipeline import AtollPipeline, Samples
 from atoll.sampling.routing import get_routing
-from atoll.sampling.trace import ImageTrace, draw_grid, draw_trace, file_name, read_metadata, write_image
+from atoll.sampling.trace import ImageTrace, file_name, read_metadata, write_image
 from atoll.storage import alone, digest_of
 from atoll.training.expert import train_expert
 from test_assemble import KINDS, QUICK, edit, parts
@@ -119,7 +122,7 @@ def stop(pipe, values, seen):
 class TestOutput:
     def test_types_agree(self, pipe):
         made = {kind: pipe(PROMPTS[:2], seed=0, output_type=kind, **FEW).images for kind in module.OUTPUTS}
-        assert made["latent"].shape == (2, *pipe.index.latent_space["shape"])
+        assert made["latent"].shape == (2, *pipe.index.latent_space.shape)
         assert made["pt"].shape == (2, 3, 32, 32)
         assert 0 <= float(made["pt"].min()) <= float(made["pt"].max()) <= 1
         assert np.array_equal(made["np"], made["pt"].permute(0, 2, 3, 1).numpy())

@@ -73,10 +73,10 @@ def evaluate(
         out: The folder for results.json, results.md, samples.png, metrics.png and all images.
     """
     from atoll.errors import InputError
-    from atoll.experiments.comparison import render_table
     from atoll.experiments.evaluate import Sampling, name_contenders
     from atoll.experiments.evaluate import evaluate as measure
     from atoll.experiments.measure import Settings
+    from atoll.experiments.tables import render_table
 
     if len(folders) < 2:
         raise InputError("there is nothing to evaluate: give one or several models, and then the data")

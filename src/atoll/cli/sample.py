@@ -84,17 +84,10 @@ def sample(
     from tqdm import tqdm
 
     from atoll.errors import plural
+    from atoll.plots.contact_sheet import ON_A_GRID, draw_grid
+    from atoll.plots.trace import draw_trace, draw_traces
     from atoll.sampling.pipeline import AtollPipeline
-    from atoll.sampling.trace import (
-        ON_A_GRID,
-        draw_grid,
-        draw_trace,
-        draw_traces,
-        file_name,
-        png_of,
-        write_image,
-        write_kept,
-    )
+    from atoll.sampling.trace import file_name, png_of, write_image, write_kept
 
     texts = _prompts(prompt, prompts)
     _check(len(texts), num, batch, seed, steps, guidance)

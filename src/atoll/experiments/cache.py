@@ -81,6 +81,11 @@ class Store:
         return found.shape[0] if found is not None and found.shape else 0
 
 
+def write_text(path: Path, content: str) -> None:
+    """Writes a page whole; half characters, as a name may hold them, are spelled out."""
+    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8", errors="backslashreplace"))
+
+
 def hash_of(value: Any) -> str:
     """SHA-256 of anything that JSON can say."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

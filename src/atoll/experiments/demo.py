@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
+from atoll.cards import INDEX, ModelIndex
 from atoll.data.builtin import make
 from atoll.data.prepare import Settings as DataSettings
 from atoll.data.prepare import prepare
@@ -41,11 +43,11 @@ from atoll.engines.local import Job, find_slots, run_jobs
 from atoll.engines.train_all import job_of
 from atoll.errors import InputError, shown
 from atoll.experiments.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
-from atoll.experiments.report import Curve, Gallery, Labelled, Traced, draw_chosen, write_report
+from atoll.experiments.report import Curve, Gallery, Labelled, Traced, write_report
 from atoll.partition.partition import partition
-from atoll.plots.contact_sheet import save_picture
+from atoll.plots.contact_sheet import draw_grid, save_picture
 from atoll.sampling import defaults
-from atoll.sampling.assemble import INDEX, ModelIndex, assemble
+from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
 from atoll.sampling.pipeline import AtollPipeline
@@ -332,7 +334,8 @@ class _Demo:
             if found is None:
                 found = self._make_samples(hashes)
                 found.write(folder, "samples")
-                save_picture(draw_chosen(self._chosen(found)), folder / "grid.png")
+                images = [Image.fromarray(picture) for picture in found.arrays["chosen"]]
+                save_picture(draw_grid(images, CHOSEN), folder / "grid.png")
             told.append(f"{len(CHOSEN)} prompts; {folder / 'grid.png'}")
         return found
 

@@ -25,8 +25,7 @@ from atoll.data.view import Rows, refuse_inside
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError, plural
-from atoll.experiments.cache import Store, hash_of
-from atoll.experiments.comparison import draw_metrics, draw_samples, write_table
+from atoll.experiments.cache import Store, hash_of, write_text
 from atoll.experiments.judge import bytes_of, counting
 from atoll.experiments.measure import (
     METRICS,
@@ -39,11 +38,12 @@ from atoll.experiments.measure import (
     reference_labels,
 )
 from atoll.experiments.sanity import crowded, doubts_about
+from atoll.experiments.tables import draw_metrics, render_table
 from atoll.metrics.diversity import find_weights
 from atoll.metrics.frechet import least_for_infinity
 from atoll.metrics.labels import why_unreadable
 from atoll.networks.expert import Expert
-from atoll.plots.contact_sheet import save_picture
+from atoll.plots.contact_sheet import draw_samples, save_picture
 from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
@@ -127,8 +127,8 @@ class Asked:
         (found, *others) = self.pipe.index.experts
         if others or found is None:
             raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
-        self.pipe.index.check_files(self.pipe.folder, found["folder"])
-        expert = Expert.load(self.pipe.folder / found["folder"])
+        self.pipe.index.check_files(self.pipe.folder, found.folder)
+        expert = Expert.load(self.pipe.folder / found.folder)
         expert.network.to(self.pipe.device)
         return expert
 
@@ -156,8 +156,8 @@ def evaluate(
         judged = [*evaluation.real(), *(evaluation.judge(contender) for contender in contenders)]
         results = {**evaluation.describe(), **evaluation.doubt(judged), "models": judged}
         write_json(out / "results.json", results)
-        write_table(results, out / "results.md")
-        save_picture(draw_metrics(results), out / "metrics.png")
+        write_text(out / "results.md", render_table(results))
+        save_picture(draw_metrics(judged), out / "metrics.png")
         rows = {REAL: evaluation.real_pictures()} | {one.name: evaluation.first_pictures(one) for one in contenders}
         save_picture(draw_samples(rows, evaluation.prompts[:ON_A_SHEET]), out / "samples.png")
     return results
@@ -368,7 +368,7 @@ class Evaluation:
         pipe = AtollPipeline.from_pretrained(
             contender.model, device=self.yardstick.device, conversion=contender.sampling.conversion
         )
-        if pipe.index.latent_space["codec"]["fingerprint"] != self.rows.data.about["codec"]["fingerprint"]:
+        if pipe.index.latent_space.codec.fingerprint != self.rows.data.about["codec"]["fingerprint"]:
             warnings.warn(
                 f"{contender.name} has another codec than the data: its pictures are measured against what the codec "
                 "of the data gives back",

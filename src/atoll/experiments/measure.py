@@ -18,6 +18,7 @@ from atoll.errors import InputError, unknown
 from atoll.experiments.cache import Store
 from atoll.experiments.judge import are_right, images_of
 from atoll.experiments.sanity import CHECKED, LEAST, Check, quilts_of
+from atoll.experiments.tables import mean_over_seeds
 from atoll.metrics.clip_score import CLIPScore
 from atoll.metrics.coverage import NEIGHBOURS, measure_coverage
 from atoll.metrics.diversity import Distance
@@ -335,9 +336,10 @@ class Yardstick:
 
 def _combined(key: str, found: Sequence[Figure], networks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     values = [figure.value for figure in found]
-    about: dict[str, Any] = {"value": float(np.mean(values)), "error": found[0].error, "error_from": None}
-    if len(values) > 1:
-        about |= {"error": float(np.std(values, ddof=1)), "error_from": "seeds", "values": values}
+    mean, deviation = mean_over_seeds(values)
+    about: dict[str, Any] = {"value": mean, "error": found[0].error, "error_from": None}
+    if deviation is not None:
+        about |= {"error": deviation, "error_from": "seeds", "values": values}
     elif found[0].error is not None:
         about["error_from"] = ERRORS.get(key.partition("/")[0], "pictures")
     if name := key.partition("/")[2]:

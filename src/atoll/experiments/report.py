@@ -3,7 +3,6 @@
 import base64
 import io
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-from atoll.plots.contact_sheet import INK, PAPER
 from atoll.storage import write_whole
 
 Picture = NDArray[np.uint8]  # [S, S, 3]
@@ -391,22 +389,6 @@ def _areas(trace: Traced) -> str:
         f'<svg viewBox="0 0 {wide} {high}" preserveAspectRatio="none" role="img" aria-label="{shares}">'
         f"{''.join(areas)}</svg>"
     )
-
-
-def draw_chosen(chosen: Sequence[tuple[str, Picture, bool]], columns: int = 6) -> Image.Image:
-    """Pictures and their captions, for a README."""
-    cell, gap, font = chosen[0][1].shape[0] * 5, 16, ImageFont.load_default(13)
-    texts = [textwrap.wrap(caption, 25) for caption, _, _ in chosen]
-    high = cell + gap + 17 * max(map(len, texts)) + 8
-    rows = math.ceil(len(chosen) / columns)
-    sheet = Image.new("RGB", (columns * (cell + gap) + gap, rows * high + gap), PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for i, ((_, picture, _), lines) in enumerate(zip(chosen, texts, strict=True)):
-        x, y = gap + i % columns * (cell + gap), gap + i // columns * high
-        sheet.paste(Image.fromarray(picture).resize((cell, cell), Image.Resampling.NEAREST), (x, y))
-        for j, line in enumerate(lines):
-            draw.text((x, y + cell + 6 + 17 * j), line, INK, font)
-    return sheet
 
 
 def _picture(picture: Picture, caption: str, right: bool) -> str:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from atoll.cards import INDEX
 from atoll.config import build
 from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.download import PACKAGES, fetch
@@ -42,16 +43,16 @@ from atoll.encoders.features import make_features
 from atoll.engines.local import find_slots, run_jobs
 from atoll.engines.train_all import job_of
 from atoll.errors import InputError
-from atoll.experiments.comparison import draw_metrics, draw_samples, over_seeds
+from atoll.experiments.cache import write_text
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, Evaluation, Sampling
 from atoll.experiments.judge import flops_of_step
 from atoll.experiments.measure import Pictures
 from atoll.experiments.measure import Settings as Measured
 from atoll.experiments.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of
-from atoll.experiments.tables import shown_keys, write_results
+from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_results
 from atoll.partition.partition import partition
-from atoll.plots.contact_sheet import save_picture
-from atoll.sampling.assemble import INDEX, assemble
+from atoll.plots.contact_sheet import draw_samples, save_picture
+from atoll.sampling.assemble import assemble
 from atoll.storage import alone, make_folder, open_regular, read_json, reason_of, write_json
 from atoll.training.expert import ExpertTask
 from atoll.training.router import RouterTask
@@ -229,10 +230,10 @@ class _Reproduction:
         judged = self._judge()
         results = self._results(judged)
         write_json(self.out / "results.json", results)
-        write_results(results, self.out / "results.md")
+        write_text(self.out / "results.md", render_results(results))
         for name, study in self.studies.items():
             rows = results["studies"][name]["rows"]
-            save_picture(draw_metrics({"models": rows}, shown_keys(rows)), self.out / f"{name}.png")
+            save_picture(draw_metrics(rows, SHOWN), self.out / f"{name}.png")
             real = judged[self._real(study)]
             drawn = {REAL: real.pictures} | {
                 row.label: judged[self._asked(study, row, 0)].pictures for row in study.rows

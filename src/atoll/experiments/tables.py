@@ -1,11 +1,215 @@
-"""What `atoll reproduce` has found, in Markdown: a table per comparison, with the papers' figures beside ours."""
+"""What `atoll evaluate` and `atoll reproduce` have found, as tables; each number is named with what measured it."""
 
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from atoll.experiments.comparison import BETTER, better, cell_of, keys_of, name_of, plain, spoken
-from atoll.storage import write_whole
+import numpy as np
+from PIL import Image
+
+from atoll.plots.bars import Bar, Panel, draw_panels
+
+NETWORKS = {
+    "simple": "colour and edge features",
+    "efficientnet": "EfficientNet-Lite0 features",
+    "stlpips-alex": "shift-tolerant LPIPS on AlexNet",
+}
+LOWER, HIGHER = "lower is better", "higher is better"
+BETTER = {
+    "frechet": LOWER,
+    "frechet_infinity": LOWER,
+    "kernel": LOWER,
+    "precision": HIGHER,
+    "recall": HIGHER,
+    "density": HIGHER,
+    "coverage": HIGHER,
+    "lpips_per_prompt": "higher is more varied",
+    "lpips": "higher is more varied",
+    "clip_score": HIGHER,
+    "prompt_accuracy": HIGHER,
+    "label_accuracy": HIGHER,
+    "flops_an_image": LOWER,
+}
+
+
+def name_of(key: str) -> str:
+    """What a figure is called: `frechet/simple` is no FID, and says so."""
+    metric, _, network = key.partition("/")
+    by = _network_of(network)
+    infinite = ", extrapolated to pictures without number" if metric == "frechet_infinity" else ""
+    if metric in ("frechet", "frechet_infinity"):
+        fid = "Inception of 2015-12-05, as pytorch-fid scales" if network == "inception" else f"{by}; not Inception FID"
+        return f"Frechet distance ({fid}){infinite}"
+    if metric == "kernel":
+        kid = "Inception of 2015-12-05" if network == "inception" else f"{by}; not Inception KID"
+        return f"Kernel distance ({kid})"
+    names = {
+        "lpips_per_prompt": f"distance between pictures of one prompt ({by}; not LPIPS itself)",
+        "lpips": f"distance between all pictures ({by}; not LPIPS itself)",
+        "clip_score": f"CLIP score ({network.partition(':')[2]})",
+        "label_accuracy": f"pictures in which a linear classifier sees the prompt's label ({by})",
+        "prompt_accuracy": "prompts followed in every attribute",
+        "flops_an_image": "FLOPs per image",
+    }
+    return names.get(metric, f"{metric} ({by})")
+
+
+def _network_of(spec: str) -> str:
+    kind, _, size = spec.partition(":")
+    if kind in NETWORKS and size:
+        return f"{NETWORKS[kind]} at {size} pixels"
+    return NETWORKS.get(spec, f"{spec} features")
+
+
+def better(key: str) -> str:
+    return BETTER[key.partition("/")[0]]
+
+
+def mean_over_seeds(values: Sequence[float]) -> tuple[float, float | None]:
+    """Returns the mean of a figure over seeds, and the deviation among them where there are several."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def over_seeds(sets: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Returns each figure over seeds of training: its mean, the deviation and all values."""
+    values = {key: [float(figures[key]["value"]) for figures in sets] for key in sets[0]}
+    return {
+        key: dict(zip(("value", "error"), mean_over_seeds(own), strict=True), values=own) for key, own in values.items()
+    }
+
+
+# --- of `atoll evaluate` ---------------------------------------------------------------------------------------------
+
+
+def render_table(results: Mapping[str, Any]) -> str:
+    """Markdown: a row a figure, a column a model, and below it what one must know to repeat or compare it."""
+    models, prompts = results["models"], results["prompts"]
+    lines = [f"# Evaluation on {plain(results['data']['name'])}", ""]
+    lines += [f"| | | {' | '.join(plain(model['name']) for model in models)} |", "|---|---|" + "---|" * len(models)]
+    lines.append(f"| pictures | | {' | '.join(_counted(model) for model in models)} |")
+    for key in keys_of(results["models"]):
+        cells = [cell_of(key, model, models) for model in models]
+        lines.append(f"| {name_of(key)} | {better(key)} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"After ± is the error: {_errors(results)}. Bold is what is better than all others by more than that.",
+        "",
+    ]
+    lines += [f"- {plain(note)}" for note in results["notes"]]
+    lines += [f"- Not measured: {plain(what)}, for {plain(why)}." for what, why in results["left_out"].items()]
+    reference = results["reference"]
+    lines += [
+        f"- Prompts: {prompts['num']} captions of the split `{prompts['split']}`, SHA-256 `{prompts['hash']}`.",
+        f"- Reference: {reference['num']} pictures of the training split as the codec gives them back; what the codec "
+        "itself loses is not in these numbers.",
+        f"- Data: SHA-256 `{results['data']['fingerprint']}`, licence {plain(results['data']['license'])}.",
+    ]
+    for name, about in results["networks"].items():
+        lines.append(f"- {plain(name)}: {about['transform']}; fingerprint `{about['fingerprint']}`.")
+    for model in models:
+        if "hash" in model:
+            told = ", ".join(f"{key} {value}" for key, value in model["sampling"].items() if value is not None)
+            lines.append(f"- {plain(model['name'])}: {told}; model `{model['hash']}`.")
+    lines += ["", "Compare columns of this table with each other, not with numbers of other networks, data or counts."]
+    return "\n".join(lines) + "\n"
+
+
+def keys_of(models: Sequence[Mapping[str, Any]], metrics: Sequence[str] = tuple(BETTER)) -> list[str]:
+    """Returns all figures of these metrics that any model has, in the order in which metrics are listed."""
+    order = list(BETTER)
+    keys = dict.fromkeys(key for model in models for key in model["figures"] if key.partition("/")[0] in metrics)
+    return sorted(keys, key=lambda key: order.index(key.partition("/")[0]))
+
+
+def spoken(key: str, value: float) -> str:
+    """A figure with as many digits as it has use for."""
+    if key == "flops_an_image":
+        power = max(0, min(4, int(math.log10(max(value, 1))) // 3))
+        return f"{value / 1000**power:.3g}{['', ' k', ' M', ' G', ' T'][power]}"
+    if value and abs(value) < 0.001:
+        return f"{value:.2e}"
+    return f"{value:.{max(0, min(4, 3 - len(str(int(abs(value))))))}f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def with_error(key: str, figure: Mapping[str, Any]) -> str:
+    """A figure and its error, both to the second digit of the error; FLOPs are counted, and have none."""
+    value, error = figure["value"], figure["error"]
+    if error is None or key == "flops_an_image":
+        return spoken(key, value)
+    if error <= 1e-9 * abs(value):  # all the same, but for rounding
+        return f"{spoken(key, value)} ± 0"
+    digits = max(0, min(8, 1 - math.floor(math.log10(error))))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def cell_of(key: str, model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> str:
+    """A figure with its error, bold if it beats all others."""
+    figure = model["figures"].get(key)
+    if figure is None:
+        return ""
+    text = with_error(key, figure)
+    rivals = [other for other in models if other is not model and "hash" in other and key in other["figures"]]
+    wins = "hash" in model and rivals and all(_beats(key, figure, rival["figures"][key]) for rival in rivals)
+    return f"**{text}**" if wins else text
+
+
+def _beats(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether it is better by more than both errors together; of FLOPs, which are counted, by more than a hundredth."""
+    lead = one["value"] - other["value"]
+    counted = key == "flops_an_image"
+    errors = [figure["value"] / 100 if counted else figure["error"] for figure in (one, other)]
+    if None in errors:
+        return False
+    return (-lead if better(key) == LOWER else lead) > math.hypot(*errors)
+
+
+def _counted(model: Mapping[str, Any]) -> str:
+    return f"{model['num']}" if model["seeds"] == 1 else f"{model['seeds']} x {model['num']}"
+
+
+def _errors(results: Mapping[str, Any]) -> str:
+    """What the errors of the table are told from."""
+    found: dict[str, list[str]] = {}
+    for key in keys_of(results["models"]):
+        for model in results["models"]:
+            source = model["figures"].get(key, {}).get("error_from")
+            metrics = found.setdefault(source, []) if source else []
+            if (metric := key.partition("/")[0]) not in metrics:
+                metrics.append(metric)
+    if not found:
+        return "there is none here"
+    told = {
+        "seeds": "the deviation over seeds",
+        "subsets": "the deviation over subsets",
+        "leaving out tenths": "a jackknife over tenths of the pictures",
+        "the fit of the line": "that of the line's end",
+        "prompts": "of the mean over prompts",
+        "pictures": "of the mean over pictures",
+    }
+    return "; ".join(f"{told[source]} ({', '.join(metrics)})" for source, metrics in found.items())
+
+
+def plain(text: str) -> str:
+    """In one cell of a table, whatever a name holds."""
+    return "".join(filter(str.isprintable, text)).replace("|", "\\|")
+
+
+def draw_metrics(models: Sequence[Mapping[str, Any]], metrics: Sequence[str] = tuple(BETTER)) -> Image.Image:
+    """Draws a panel of bars per figure, the real images in grey, with errors as whiskers."""
+    panels = []
+    for key in keys_of(models, metrics):
+        bars = []
+        for model in models:
+            bar = Bar(model["name"], is_reference="hash" not in model)
+            if figure := model["figures"].get(key):
+                text = with_error(key, figure)
+                bar = bar._replace(value=figure["value"], error=figure["error"] or 0.0, text=text)
+            bars.append(bar)
+        panels.append(Panel(name_of(key), better(key), bars))
+    return draw_panels(panels)
+
+
+# --- of `atoll reproduce` --------------------------------------------------------------------------------------------
 
 SHOWN = (
     "frechet",
@@ -18,11 +222,6 @@ SHOWN = (
     "flops_an_image",
 )
 HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
-
-
-def write_results(results: Mapping[str, Any], path: Path) -> None:
-    content = render_results(results)
-    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8"))
 
 
 def render_results(results: Mapping[str, Any]) -> str:
@@ -45,7 +244,7 @@ def render_results(results: Mapping[str, Any]) -> str:
         "The papers' figures are Inception FID of large models on other data: compare the order of rows, not numbers. "
         "Bold is better than every other model by more than the root of the sum of both squared deviations.",
         "",
-        *(f"- `{key}`: {name_of(key)}; {better(key)}." for key in shown_keys(every)),
+        *(f"- `{key}`: {name_of(key)}; {better(key)}." for key in keys_of(every, SHOWN)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -60,16 +259,9 @@ def _budget(results: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def shown_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of the figures that some of the rows have, those that a reader wants to see."""
-    order = list(BETTER)
-    chosen = [key for key in keys_of({"models": rows}) if key.partition("/")[0] in SHOWN]
-    return sorted(chosen, key=lambda key: order.index(key.partition("/")[0]))
-
-
 def _table(study: Mapping[str, Any]) -> list[str]:
     rows = study["rows"]
-    keys = shown_keys(rows)
+    keys = keys_of(rows, SHOWN)
     papers = [paper for paper in HEADS if any(row.get(paper) for row in rows)]
     heads = [*(f"`{key}`" for key in keys), *(HEADS[paper] for paper in papers)]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]

@@ -1,27 +1,31 @@
-"""Pictures of pictures: contact sheets, and a map on which clusters can be seen."""
+"""Images side by side: contact sheets, grids, and a map on which clusters can be seen."""
 
 import math
-import textwrap
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
-from atoll.storage import write_whole
+from atoll.plots.canvas import (
+    EDGE,
+    FAINT,
+    INK,
+    PAPER,
+    colour_of,
+    draw_lines,
+    font_of,
+    save_picture,
+    scaled,
+    shorten,
+    whole_scale,
+    wrap,
+)
 
-INK, PAPER, FAINT = "#22313f", "#ffffff", "#6b7885"
-COLOURS = ["#0f7173", "#e4572e", "#f0b429", "#5b4b9a", "#3f88c5", "#7fb069", "#c2185b", "#8d6e63", "#111111",
-           "#9be564", "#ff9f9f", "#00b8d9", "#b388ff", "#8a8d0f", "#ff7ad9", "#9aa5b1"]  # fmt: skip
+__all__ = ["cluster_map", "contact_sheet", "draw_grid", "draw_samples", "flat_map", "sample_sheet", "save_picture"]
 
-
-def colour_of(cluster: int) -> str:
-    return COLOURS[cluster % len(COLOURS)]
-
-
-def save_picture(picture: Image.Image, path: Path) -> None:
-    write_whole(path, lambda staged: picture.save(staged, "PNG"))
+ON_A_GRID = 100
+Images = NDArray[np.uint8]  # [N, S, S, 3]
 
 
 def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = ()) -> Image.Image:
@@ -29,36 +33,81 @@ def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = 
     num, size = len(images), images.shape[1]
     width = 960 if size <= 64 else 1440
     columns = min(num, 13, math.ceil(math.sqrt(num * 1.8)))
-    cell = _whole_scale(size, width // columns - 6)
+    cell = whole_scale(size, width // columns - 6)
     gap, top = 6, 46 + 19 * len(notes)
     rows = math.ceil(num / columns)
     sheet = Image.new("RGB", (max(columns * (cell + gap) + gap, 420), top + rows * (cell + gap) + gap), PAPER)
     draw = ImageDraw.Draw(sheet)
-    draw.text((gap + 4, 10), title, INK, _font(20))
+    draw.text((gap + 4, 10), title, INK, font_of(20))
     for i, note in enumerate(notes):
-        draw.text((gap + 4, 38 + 19 * i), note[:130], FAINT, _font(14))
+        draw.text((gap + 4, 38 + 19 * i), note[:130], FAINT, font_of(14))
     for i, picture in enumerate(images):
         place = (gap + i % columns * (cell + gap), top + i // columns * (cell + gap))
-        sheet.paste(_scaled(picture, cell), place)
+        sheet.paste(scaled(picture, cell), place)
     return sheet
 
 
-def sample_sheet(real: NDArray[np.uint8], made: NDArray[np.uint8], captions: Sequence[str], title: str) -> Image.Image:
-    """Real pictures, below each what was made of its caption, and below both the caption."""
-    size, columns, gap = real.shape[1], min(6, len(real)), 8
-    cell = _whole_scale(size, 150)
-    high = 2 * cell + 68
-    sheet = Image.new("RGB", (gap + columns * (cell + gap), 68 + math.ceil(len(real) / columns) * high), PAPER)
+def draw_grid(images: Sequence[Image.Image], captions: Sequence[str], notes: str = "") -> Image.Image:
+    """Images with their captions below; those of one caption that come one after another share a line of it."""
+    groups: list[tuple[str, list[Image.Image]]] = []
+    for image, caption in list(zip(images, captions, strict=True))[:ON_A_GRID]:
+        if not groups or groups[-1][0] != caption:
+            groups.append((caption, []))
+        groups[-1][1].append(image)
+    most = max(len(group) for _, group in groups)
+    cell, gap = whole_scale(images[0].width, 160 if len(images) <= 24 else 112), 12
+    across = max(1, min(len(groups), math.ceil(math.sqrt(1.6 * len(groups) / most)))) if most <= 6 else 1
+    columns = min(most, 10)
+    group_width = columns * (cell + gap) - gap
+    font, small = font_of(13), font_of(12)
+    width = 2 * EDGE + across * (group_width + 2 * gap) - 2 * gap
+    texts = [wrap(caption, group_width, font, 3) for caption, _ in groups]
+    rows = [range(first, min(first + across, len(groups))) for first in range(0, len(groups), across)]
+    heights = [
+        max(math.ceil(len(groups[i][1]) / columns) * (cell + gap) + 17 * max(1, len(texts[i])) for i in row) + gap
+        for row in rows
+    ]
+    foot = wrap(notes, width - 2 * EDGE, small, 3) if notes else []
+    sheet = Image.new("RGB", (width, EDGE + sum(heights) + 16 * len(foot) + (EDGE if foot else gap)), PAPER)
     draw = ImageDraw.Draw(sheet)
-    draw.text((gap, 10), title, INK, _font(20))
-    draw.text((gap, 38), "above: held out; below: made from its caption", FAINT, _font(14))
-    for i, (above, below, caption) in enumerate(zip(real, made, captions, strict=True)):
-        x, y = gap + i % columns * (cell + gap), 66 + i // columns * high
-        sheet.paste(_scaled(above, cell), (x, y))
-        sheet.paste(_scaled(below, cell), (x, y + cell + 2))
-        lines = textwrap.wrap("".join(filter(str.isprintable, caption[:1000])), max(8, cell // 6))  # 4 of them show
-        for j, line in enumerate(lines[:4]):
-            draw.text((x, y + 2 * cell + 4 + 14 * j), line, FAINT, _font(11))
+    y = EDGE
+    for row, height in zip(rows, heights, strict=True):
+        for place, i in enumerate(row):
+            left = EDGE + place * (group_width + 2 * gap)
+            for j, image in enumerate(groups[i][1]):
+                sheet.paste(scaled(image, cell), (left + j % columns * (cell + gap), y + j // columns * (cell + gap)))
+            below = y + math.ceil(len(groups[i][1]) / columns) * (cell + gap) - 6
+            draw_lines(draw, (left, below), texts[i], 17, INK, font)
+        y += height
+    draw_lines(draw, (EDGE, y), foot, 16, FAINT, small)
+    return sheet
+
+
+def sample_sheet(real: Images, made: Images, captions: Sequence[str], title: str) -> Image.Image:
+    """Draws held-out images, below each what was made of its caption, and below both the caption."""
+    return draw_samples({"held out": real, "made": made}, captions, title)
+
+
+def draw_samples(rows: Mapping[str, Images], captions: Sequence[str], title: str = "") -> Image.Image:
+    """Draws a row of images per model and a column per caption, which stands below."""
+    num = min(len(captions), *(len(row) for row in rows.values()))
+    cell = whole_scale(max(row.shape[1] for row in rows.values()), 128)
+    gap, font, small = 8, font_of(14), font_of(11)
+    names = [shorten(name, 200, font) for name in rows]
+    left, top = EDGE + max(round(font.getlength(name)) for name in names) + 16, EDGE + (32 if title else 0)
+    texts = [wrap(caption, cell + gap - 4, small, 6) for caption in captions[:num]]
+    bottom = top + len(rows) * (cell + gap)
+    size = (left + num * (cell + gap) + EDGE, bottom + 14 * max(map(len, texts)) + EDGE)
+    sheet = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((EDGE, EDGE - 8), title, INK, font_of(20))
+    for i, (name, images) in enumerate(zip(names, rows.values(), strict=True)):
+        y = top + i * (cell + gap)
+        draw.text((left - 16, y + cell // 2), name, INK, font, anchor="rm")
+        for j, image in enumerate(images[:num]):
+            sheet.paste(scaled(image, cell), (left + j * (cell + gap), y))
+    for j, lines in enumerate(texts):
+        draw_lines(draw, (left + j * (cell + gap), bottom), lines, 14, FAINT, small)
     return sheet
 
 
@@ -75,7 +124,7 @@ def cluster_map(
     slots = side // (cell + 2)
     canvas = Image.new("RGB", (side + 24, side + 56 + 22 * math.ceil(len(names) / 4)), PAPER)
     draw = ImageDraw.Draw(canvas)
-    draw.text((12, 10), "what each expert will see", INK, _font(20))
+    draw.text((12, 10), "what each expert will see", INK, font_of(20))
     taken: set[tuple[int, int]] = set()
     for place, cluster, picture in zip(unit, clusters, images, strict=True):
         slot = (int(place[0] * (slots - 1)), int(place[1] * (slots - 1)))
@@ -84,11 +133,11 @@ def cluster_map(
         taken.add(slot)
         x, y = 12 + slot[0] * (cell + 2), 44 + slot[1] * (cell + 2)
         draw.rectangle((x, y, x + cell - 1, y + cell - 1), colour_of(int(cluster)))
-        canvas.paste(_scaled(picture, cell - 2 * frame), (x + frame, y + frame))
+        canvas.paste(scaled(picture, cell - 2 * frame), (x + frame, y + frame))
     for i, name in enumerate(names):
         x, y = 12 + i % 4 * (side // 4), side + 50 + 22 * (i // 4)
         draw.rectangle((x, y + 2, x + 14, y + 16), colour_of(i))
-        draw.text((x + 20, y), name, INK, _font(14))
+        draw.text((x + 20, y), name, INK, font_of(14))
     return canvas
 
 
@@ -97,18 +146,3 @@ def flat_map(features: NDArray[np.float64]) -> NDArray[np.float64]:
     centred = features - features.mean(0)
     _, _, directions = np.linalg.svd(centred, full_matrices=False)
     return np.asarray(centred @ directions[:2].T)
-
-
-def _whole_scale(size: int, most: int) -> int:
-    """Small pictures grow by a whole factor, so that their pixels stay square."""
-    return size * max(1, most // size) if size <= most else most
-
-
-def _scaled(picture: NDArray[np.uint8], cell: int) -> Image.Image:
-    image = Image.fromarray(picture)
-    grows = cell >= image.width and cell % image.width == 0
-    return image.resize((cell, cell), Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)

@@ -1,0 +1,87 @@
+"""What all drawings share: colours, fonts, text that fits and images at a readable size."""
+
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from atoll.storage import write_whole
+
+INK, PAPER, FAINT, LINE = "#22313f", "#ffffff", "#6b7885", "#d5dbe1"
+COLOURS = ["#0f7173", "#e4572e", "#f0b429", "#5b4b9a", "#3f88c5", "#7fb069", "#c2185b", "#8d6e63", "#111111",
+           "#9be564", "#ff9f9f", "#00b8d9", "#b388ff", "#8a8d0f", "#ff7ad9", "#9aa5b1"]  # fmt: skip
+EDGE = 24  # pixels of margin
+MOST_CHARACTERS = 2000  # of a text that is drawn: more have no room
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+def colour_of(cluster: int) -> str:
+    return COLOURS[cluster % len(COLOURS)]
+
+
+def font_of(size: int) -> Font:
+    return ImageFont.load_default(size)
+
+
+def save_picture(picture: Image.Image, path: Path) -> None:
+    write_whole(path, lambda staged: picture.save(staged, "PNG"))
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def wrap(text: str, width: float, font: Font, most: int) -> list[str]:
+    """Returns the text in at most `most` lines that fit, without accents, which the built-in font does not have."""
+    plain = unicodedata.normalize("NFKD", text[:MOST_CHARACTERS])[:MOST_CHARACTERS]
+    plain = "".join(
+        char for char in plain if not unicodedata.combining(char) and (char.isprintable() or char.isspace())
+    )
+    lines: list[str] = []
+    rest = " ".join(plain.split()) or "(no text)"
+    while rest and len(lines) < most - 1:
+        num = _num_fitting(rest, width, font)
+        if num < len(rest) and (space := rest.rfind(" ", 0, num + 1)) > 0:
+            num = space
+        lines.append(rest[:num])
+        rest = rest[num:].lstrip()
+    return [*lines, shorten(rest, width, font)] if rest else lines
+
+
+def shorten(text: str, width: float, font: Font) -> str:
+    """Returns the text, or as much of its beginning as fits."""
+    if font.getlength(text) <= width:
+        return text
+    return f"{text[: _num_fitting(text, width - font.getlength(' ...'), font)].rstrip()} ..."
+
+
+def _num_fitting(text: str, width: float, font: Font) -> int:
+    """How many characters of the text fit, at least 1: found by halving, for each length is measured as a whole."""
+    return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda num: font.getlength(text[:num])))
+
+
+def draw_lines(
+    draw: ImageDraw.ImageDraw, place: tuple[float, float], lines: Sequence[str], step: int, colour: str, font: Font
+) -> None:
+    """Draws lines of text one below the other, `step` pixels apart."""
+    for j, line in enumerate(lines):
+        draw.text((place[0], place[1] + step * j), line, colour, font)
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def whole_scale(size: int, most: int) -> int:
+    """Small images grow by a whole factor, so that their pixels stay square."""
+    return size * max(1, most // size) if size <= most else most
+
+
+def scaled(image: Image.Image | NDArray[np.uint8], cell: int) -> Image.Image:
+    """Returns a square image with `cell` pixels a side."""
+    own = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    grows = cell >= own.width and cell % own.width == 0
+    return own.resize((cell, cell), Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
