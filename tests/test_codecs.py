@@ -59,7 +59,7 @@ class TestPCA:
         codec = PatchPCA.fit(images, 8, 20)
         rows = codecs._patches(images, 8).reshape(-1, 192).double().numpy()
         theirs = PCA(20, svd_solver="full").fit(rows)
-        assert codec.explained_variance == pytest.approx(theirs.explained_variance_ratio_.sum(), abs=1e-6)
+        assert codec.config.explained_variance == pytest.approx(theirs.explained_variance_ratio_.sum(), abs=1e-6)
         overlap = codec.basis.double().numpy() @ theirs.components_.T
         assert abs(overlap.diagonal()).min() > 0.9999
         torch.testing.assert_close(codec.mean.double(), torch.from_numpy(theirs.mean_), atol=1e-6, rtol=0)
@@ -67,7 +67,7 @@ class TestPCA:
     def test_reconstruction_loses_what_was_not_explained(self):
         images = pictures(200)
         codec = PatchPCA.fit(images)
-        assert codec.explained_variance >= 0.99
+        assert codec.config.explained_variance >= 0.99
         assert codec.latent_shape(32) == (codec.config.num_components, 4, 4)
         latents = codec.encode(images)
         assert latents.dtype == torch.float32
@@ -75,7 +75,7 @@ class TestPCA:
         assert latents.var().item() == pytest.approx(1, rel=0.01)
         patches = codecs._patches(images, 8)
         lost = (codec.decode(latents) - images).square().mean() / (patches - codec.mean).square().mean()
-        assert lost.item() <= 1 - codec.explained_variance + 1e-4
+        assert lost.item() <= 1 - codec.config.explained_variance + 1e-4
 
     def test_all_components_are_exact(self):
         images = pictures(100)
@@ -159,7 +159,7 @@ class TestPCA:
             make_codec(spec, sample=pictures(4))
 
     def test_bad_samples(self):
-        with pytest.raises(InputError, match="the codec pca is fitted to pictures: give it some"):
+        with pytest.raises(InputError, match="the codec pca is fitted to images: give it some"):
             make_codec("pca")
         with pytest.raises(InputError, match="the same flat colour"):
             make_codec("pca", sample=torch.full((3, 3, 32, 32), 0.5))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from atoll.encoders.features import Inception, load_features, make_features
+from atoll.encoders.features import Inception, make_features
 from atoll.encoders.inception import InceptionV3
 from atoll.encoders.pretrained import public_spec
 from atoll.errors import InputError
@@ -247,7 +247,7 @@ class TestCLIP:
         assert found.abs().max() > 1
 
     @pytest.mark.bits
-    def test_features_against_transformers(self, clip, tmp_path):
+    def test_features_against_transformers(self, clip):
         transformers = pytest.importorskip("transformers")
         model = transformers.CLIPVisionModelWithProjection.from_pretrained(clip).eval()
         with torch.no_grad():
@@ -255,10 +255,6 @@ class TestCLIP:
         features = make_features(f"clip:{clip}")
         torch.testing.assert_close(features.extract(self.images(32)), theirs, atol=1e-5, rtol=1e-4)
         assert features.describe()["dim"] == features.dim == 12
-        features.save(tmp_path)
-        again = load_features(tmp_path)
-        assert torch.equal(again.extract(self.images(32)), features.extract(self.images(32)))
-        assert again.describe()["fingerprint"] == features.describe()["fingerprint"]
 
     def test_refused(self, clip, dino, tmp_path):
         with pytest.raises(InputError, match="holds a 'dinov2', not both sides of CLIP"):
@@ -336,10 +332,8 @@ class TestInception:
         assert public_spec(f"inception:{weights}") == "inception:pt_inception.pth"
         assert public_spec("dino:facebook/dinov2-large") == "dino:facebook/dinov2-large"
 
-    def test_round_trip_and_old_files(self, inception, weights, tmp_path):
+    def test_old_files(self, inception, weights, tmp_path):
         """Older files have no counters of batches."""
-        inception.save(tmp_path)
-        assert load_features(tmp_path).describe() == inception.describe()
         kept = {k: v for k, v in torch.load(weights, weights_only=True).items() if "num_batches" not in k}
         torch.save(kept, tmp_path / "old.pth")
         assert make_features(f"inception:{tmp_path / 'old.pth'}").describe() == inception.describe()

@@ -1,14 +1,9 @@
-"""Codecs: images [B, 3, S, S] in [-1, 1] <-> float32 latents [B, C, h, w] of about unit variance.
-
-Also what codecs, text encoders and image features have in common: each is frozen, describes itself for
-`dataset.json`, and has a fingerprint of all that alters its output, by which a data set knows its own.
-"""
+"""Codecs: images [B, 3, S, S] in [-1, 1] <-> float32 latents [B, C, h, w] of about unit variance."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,8 +12,8 @@ from torch import Tensor, nn
 
 from atoll.encoders.pretrained import (
     SAVED,
+    Frozen,
     dtype_name,
-    fingerprint,
     load_model,
     locate,
     named,
@@ -41,21 +36,35 @@ MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers
 MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
 
 
-class Codec(Protocol):
-    """Images <-> latents, with fixed weights."""
+class Codec(Frozen):
+    """Images <-> latents, with fixed weights; `channels` of a pixel for each `factor` x `factor` of the image's."""
+
+    channels: int
+    factor: int
+    cut_by = "pca patch"
 
     def latent_shape(self, size: int) -> tuple[int, int, int]:
-        """(C, h, w) of an image of `size` x `size`; sizes that cannot be encoded are errors."""
+        """Returns (C, h, w) of an image of `size` x `size`; sizes that cannot be encoded are errors."""
+        if size < self.factor or size % self.factor:
+            near = max(1, round(size / self.factor)) * self.factor
+            raise InputError(
+                f"images of {size} x {size} cannot be cut by the {self.cut_by} of {self.factor}: use {near} x {near}"
+            )
+        return (self.channels, size // self.factor, size // self.factor)
 
-    def encode(self, images: Tensor) -> Tensor: ...
+    def encode(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def decode(self, latents: Tensor) -> Tensor: ...
-
-    def describe(self) -> dict[str, Any]:
-        """What `dataset.json` says of it."""
+    def decode(self, latents: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def save(self, folder: str | Path) -> None:
-        """Write it to `folder`/vae, from where `load_codec` reads it bit for bit."""
+        """Writes it to `folder`/vae, from where `load_codec` reads it bit for bit."""
+        assert isinstance(self, Stored)
+        self.save_pretrained(Path(folder) / FOLDER)
+
+    def sizes(self) -> dict[str, Any]:
+        return {"channels": self.channels, "factor": self.factor}
 
 
 def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Codec:
@@ -68,7 +77,7 @@ def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = 
     if kind == "pca":
         patch_size, num_components = two_numbers(spec, "pca:8x40 for 8 x 8 patches as 40 numbers") or (None, None)
         if sample is None:
-            raise InputError("the codec pca is fitted to pictures: give it some, or load a fitted one")
+            raise InputError("the codec pca is fitted to images: give it some, or load a fitted one")
         return PatchPCA.fit(sample, patch_size, num_components)
     if spec == "pixels":
         return Pixels(PixelsConfig()).eval()
@@ -80,7 +89,7 @@ def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = 
 
 
 def needs_sample(spec: str) -> bool:
-    """Whether `make_codec` must be given pictures to fit to."""
+    """Returns whether `make_codec` must be given images to fit to."""
     return spec.partition(":")[0] == "pca"
 
 
@@ -99,17 +108,15 @@ class PixelsConfig:
     """Nothing to choose."""
 
 
-class Pixels(Stored):
+class Pixels(Codec, Stored):
     """The images themselves."""
 
     config_class = PixelsConfig
+    spec, channels, factor = "pixels", 3, 1
 
     def __init__(self, config: PixelsConfig) -> None:
         super().__init__()
         self.config = config
-
-    def latent_shape(self, size: int) -> tuple[int, int, int]:
-        return (3, size, size)
 
     def encode(self, images: Tensor) -> Tensor:
         return check_images(images).float()
@@ -117,15 +124,8 @@ class Pixels(Stored):
     def decode(self, latents: Tensor) -> Tensor:
         return check_latents(latents, 3).float().clamp(-1, 1)
 
-    def describe(self) -> dict[str, Any]:
-        return {"spec": "pixels", "dtype": "float32", "channels": 3, "factor": 1, "fingerprint": self.fingerprint}
-
-    def save(self, folder: str | Path) -> None:
-        self.save_pretrained(Path(folder) / FOLDER)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint({}, {"codec": "pixels"})
+    def settings(self) -> dict[str, Any]:
+        return {"codec": "pixels"}
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PCAConfig:
             )
 
 
-class PatchPCA(Stored):
+class PatchPCA(Codec, Stored):
     """The n first principal components of each p x p patch, each divided by its scale: [B, n, S/p, S/p].
 
     Scales are in proportion to the square root of a component's deviation. Of all scales that give latents unit
@@ -162,6 +162,8 @@ class PatchPCA(Stored):
     def __init__(self, config: PCAConfig) -> None:
         super().__init__()
         self.config = config
+        self.channels, self.factor = config.num_components, config.patch_size
+        self.spec = f"pca:{self.factor}x{self.channels}"
         width = 3 * config.patch_size**2
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("basis", torch.zeros(config.num_components, width))
@@ -174,7 +176,7 @@ class PatchPCA(Stored):
         size = images.shape[2]
         patch_size = default_patch(size) if patch_size is None else patch_size
         config = PCAConfig(patch_size, 1 if num_components is None else num_components, 0.0)
-        check_size(size, patch_size, "pca patch")
+        cls(config).latent_shape(size)
         variances, basis, mean = _principal_components(images, patch_size)
         explained = variances.cumsum(0) / variances.sum()
         if num_components is None:
@@ -187,14 +189,6 @@ class PatchPCA(Stored):
         average = deviations.mean()
         codec.scale.copy_((deviations.clamp(min=1e-3 * average) * average).sqrt())  # never 0, if the sample was flat
         return codec.eval()
-
-    @property
-    def explained_variance(self) -> float:
-        return self.config.explained_variance
-
-    def latent_shape(self, size: int) -> tuple[int, int, int]:
-        side = check_size(size, self.config.patch_size, "pca patch")
-        return (self.config.num_components, side, side)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
@@ -210,23 +204,11 @@ class PatchPCA(Stored):
         grid = patches.unflatten(3, (3, patch, patch)).permute(0, 3, 1, 4, 2, 5)  # [B, 3, S/p, p, S/p, p]
         return grid.flatten(4).flatten(2, 3).clamp(-1, 1)
 
-    def describe(self) -> dict[str, Any]:
-        patch, channels = self.config.patch_size, self.config.num_components
-        return {
-            "spec": f"pca:{patch}x{channels}",
-            "dtype": "float32",
-            "channels": channels,
-            "factor": patch,
-            "explained_variance": self.config.explained_variance,
-            "fingerprint": self.fingerprint,
-        }
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes(), "explained_variance": self.config.explained_variance}
 
-    def save(self, folder: str | Path) -> None:
-        self.save_pretrained(Path(folder) / FOLDER)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.state_dict(), {"codec": "pca", **asdict(self.config)})
+    def settings(self) -> dict[str, Any]:
+        return {"codec": "pca", **asdict(self.config)}
 
 
 def default_patch(size: int) -> int:
@@ -255,15 +237,16 @@ def _principal_components(images: Tensor, patch: int) -> tuple[Tensor, Tensor, T
     variances, directions = torch.linalg.eigh(moment / count - torch.outer(mean, mean))
     variances, basis = variances.flip(0).clamp(min=0), directions.flip(1).T
     if variances[0] < 1e-9:
-        raise InputError("every picture of the sample is the same flat colour: give the codec pictures that differ")
+        raise InputError("every image of the sample is the same flat colour: give the codec images that differ")
     largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))  # an eigenvector's sign is arbitrary: fix it
     return variances, basis * largest.sign(), mean
 
 
-class VAE(nn.Module):
+class VAE(Codec):
     """diffusers' AutoencoderKL or AutoencoderTiny: the posterior's mode, shifted and scaled as its config says."""
 
     CLASSES = ("AutoencoderKL", "AutoencoderTiny")
+    cut_by = "VAE factor"
     shift: Tensor
     scale: Tensor
 
@@ -300,14 +283,6 @@ class VAE(nn.Module):
     def kind(self) -> str:
         return type(self.vae).__name__
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.vae.parameters()).dtype
-
-    def latent_shape(self, size: int) -> tuple[int, int, int]:
-        side = check_size(size, self.factor, "VAE factor")
-        return (self.channels, side, side)
-
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         self.latent_shape(check_images(images).shape[2])
@@ -331,28 +306,25 @@ class VAE(nn.Module):
         return values
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec,
-            "class": self.kind,
-            "dtype": dtype_name(self.dtype),
-            "channels": self.channels,
-            "factor": self.factor,
-            "shift": self.shift.flatten().tolist(),
-            "scale": self.scale.flatten().tolist(),
-            "fingerprint": self.fingerprint,
-        }
+        return {"spec": self.spec, "class": self.kind, **super().describe()}
+
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes(), **self._transform()}
+
+    def _transform(self) -> dict[str, list[float]]:
+        return {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
 
     def save(self, folder: str | Path) -> None:
         save_model(self.vae, Path(folder) / FOLDER)
 
-    @cached_property
-    def fingerprint(self) -> str:
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.vae.state_dict()
+
+    def settings(self) -> dict[str, Any]:
         # The widths and depths show in the weights; what does not is named here, for other versions add keys.
         names = ("act_fn", "norm_num_groups", "upsample_fn", "upsampling_scaling_factor")
         config: Mapping[str, Any] = self.vae.config  # type: ignore[assignment]
-        settings = {name: config[name] for name in names if name in config}
-        transform = {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
-        return fingerprint(self.vae.state_dict(), {"codec": self.kind, **settings, **transform})
+        return {"codec": self.kind, **{name: config[name] for name in names if name in config}, **self._transform()}
 
 
 def _is_file(where: str) -> InputError:
@@ -441,21 +413,13 @@ def check_latents(latents: Tensor, channels: int) -> Tensor:
     return latents
 
 
-def check_size(size: int, factor: int, what: str) -> int:
-    """size / factor, if that is a whole number."""
-    if size < factor or size % factor:
-        near = max(1, round(size / factor)) * factor
-        raise InputError(f"images of {size} x {size} cannot be cut by the {what} of {factor}: use {near} x {near}")
-    return size // factor
-
-
 def is_quick(codec: Codec) -> bool:
-    """Whether hundreds of pictures are decoded in no time: a VAE takes a second each on a CPU."""
+    """Returns whether hundreds of images are decoded in no time: a VAE takes a second each on a CPU."""
     return not isinstance(codec, VAE)
 
 
 def device_of(codec: Codec) -> torch.device:
-    tensors = [*codec.parameters(), *codec.buffers()] if isinstance(codec, nn.Module) else []
+    tensors = (*codec.parameters(), *codec.buffers())
     return tensors[0].device if tensors else torch.device("cpu")
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,35 @@ WEIGHTS = ("diffusion_pytorch_model", "model")  # of diffusers and of transforme
 MAX_NUMBER = 2**24  # in a config: vocabularies have a quarter of a million words, and nothing is larger
 MAX_LAYERS, MAX_STAGES = 256, 16  # of equal layers, and of stages that differ
 SPARE = 2**20  # numbers that a network may have beside those of its file: weights that are tied, positions
+
+
+class Frozen(nn.Module):
+    """A network that is never trained. It describes itself for `dataset.json`, by which a data set knows its own."""
+
+    spec: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((weight.dtype for weight in self.parameters()), torch.float32)
+
+    def sizes(self) -> dict[str, Any]:
+        """Returns what `dataset.json` says of it beside its spec, dtype and fingerprint."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """Returns all that alters its output and does not show in its weights."""
+        raise NotImplementedError
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.state_dict()
+
+    def describe(self) -> dict[str, Any]:
+        about = {"spec": self.spec, "dtype": dtype_name(self.dtype), **self.sizes()}
+        return {**about, "fingerprint": self.fingerprint}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.weights(), self.settings())
 
 
 def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], what: str) -> None:

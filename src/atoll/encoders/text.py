@@ -4,20 +4,20 @@ import hashlib
 import json
 import math
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.encoders.pretrained import (
     SAVED,
+    Frozen,
     dtype_name,
-    fingerprint,
     load_model,
     locate,
     named,
@@ -36,32 +36,34 @@ PADDING, BEGIN = 0, 1
 MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
 NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
 CHARACTERS = 100  # for each token of an encoder; of a longer text the rest is not looked at
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's step, as a signed number
 PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
 
 
-class TextEncoder(Protocol):
+class TextEncoder(Frozen):
     """Captions to tokens, with fixed weights; the empty string is the null text."""
 
-    @property
-    def dim(self) -> int: ...
+    dim: int
+    max_length: int
 
-    @property
-    def max_length(self) -> int: ...
-
-    def tokenize(self, texts: Sequence[str]) -> Tensor:
-        """int32 ids [B, max_length], cut and padded."""
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Returns int32 ids [B, max_length], cut and padded."""
+        raise NotImplementedError
 
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 tokens [B, L, dim] of ids[B, L], and the mask [B, L] that is True where there is one to attend to."""
+        """Returns float32 tokens [B, L, dim] of ids[B, L], and a mask [B, L] that is True where one is to be seen."""
+        raise NotImplementedError
 
     def null_ids(self) -> Tensor:
-        """The ids of the empty string: [1, max_length]."""
-
-    def describe(self) -> dict[str, Any]:
-        """What `dataset.json` says of it."""
+        """Returns the ids of the empty string: [1, max_length]."""
+        return self.tokenize([""])
 
     def save(self, folder: str | Path) -> None:
-        """Write it to `folder`/text_encoder (and /tokenizer), from where `load_text_encoder` reads it bit for bit."""
+        """Writes it to `folder`/text_encoder (and /tokenizer), from where `load_text_encoder` reads it bit for bit."""
+        raise NotImplementedError
+
+    def sizes(self) -> dict[str, Any]:
+        return {"dim": self.dim, "max_length": self.max_length}
 
 
 def make_text_encoder(
@@ -108,7 +110,7 @@ class WordsConfig:
             )
 
 
-class Words(Stored):
+class Words(TextEncoder, Stored):
     """Words hashed to ids, an id to a fixed random vector of signs, plus its place. Nothing is learned or downloaded.
 
     Signs are bits of an integer hash, so they are exactly the same on every machine; two words' vectors are nearly
@@ -122,26 +124,20 @@ class Words(Stored):
     def __init__(self, config: WordsConfig) -> None:
         super().__init__()
         self.config = config
+        self.dim, self.max_length = config.dim, config.max_length
+        self.spec = f"words:{config.dim}x{config.max_length}"
         # Waves from 2 pi to 2 pi max_length words long: no text is longer, so slower ones would stand still.
         # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
         powers = torch.arange(0, config.dim, 2, dtype=torch.float64, device="cpu") / config.dim
         angle = torch.arange(config.max_length, dtype=torch.float64, device="cpu")[:, None] / config.max_length**powers
         self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1).float())  # [max_length, dim]
 
-    @property
-    def dim(self) -> int:
-        return self.config.dim
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_length
-
-    def tokenize(self, texts: Sequence[str]) -> Tensor:
-        ids = torch.full((len(_captions(texts)), self.max_length), PADDING, dtype=torch.int32)
-        for row, text in zip(ids, texts, strict=True):
-            words = islice(split_words(_cut(text, self.max_length)), self.max_length - 1)
-            found = [BEGIN, *map(word_id, words)]
-            row[: len(found)] = torch.tensor(found, dtype=torch.int32)
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        ids = torch.full((len(_check_captions(captions)), self.max_length), PADDING, dtype=torch.int32)
+        for row, caption in zip(ids, captions, strict=True):
+            words = islice(split_words(_cut(caption, self.max_length)), self.max_length - 1)
+            tokens = [BEGIN, *map(word_id, words)]
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         return ids
 
     @torch.no_grad()
@@ -151,30 +147,12 @@ class Words(Stored):
         tokens = _signs(ids, self.dim) + self.positions[: ids.shape[1]]
         return tokens * mask[..., None], mask
 
-    def null_ids(self) -> Tensor:
-        return self.tokenize([""])
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "spec": f"words:{self.dim}x{self.max_length}",
-            "dtype": "float32",
-            "dim": self.dim,
-            "max_length": self.max_length,
-            "fingerprint": self.fingerprint,
-        }
-
     def save(self, folder: str | Path) -> None:
         self.save_pretrained(Path(folder) / FOLDER)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        settings = {
-            "text": "words",
-            **asdict(self.config),
-            "num_ids": NUM_IDS,
-            "probe": self.tokenize([PROBE]).tolist(),
-        }
-        return fingerprint(self.state_dict(), settings)
+    def settings(self) -> dict[str, Any]:
+        probe = self.tokenize([PROBE]).tolist()
+        return {"text": "words", **asdict(self.config), "num_ids": NUM_IDS, "probe": probe}
 
 
 def split_words(text: str) -> Iterator[str]:
@@ -224,20 +202,24 @@ def word_id(word: str) -> int:
     return BEGIN + 1 + int.from_bytes(digest, "little") % (NUM_IDS - BEGIN - 1)
 
 
+def split_mix(state: Tensor) -> Tensor:
+    """Returns SplitMix64's output for each 64-bit state."""
+    # int64 wraps around, as the unsigned original; a right shift copies the sign, so the copies are masked out.
+    state = (state ^ (state >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
+    state = (state ^ (state >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
+    return state ^ (state >> 31 & 2**33 - 1)
+
+
 def _signs(ids: Tensor, dim: int) -> Tensor:
     """A +-1 vector for each id, from 64 bits of SplitMix64 at a time: [..., dim]."""
     blocks = math.ceil(dim / 64)
-    state = ids.long()[..., None] * blocks + torch.arange(blocks, device=ids.device)  # [..., blocks]
-    state = (state + 1) * (0x9E3779B97F4A7C15 - 2**64)  # int64 wraps around, as the 64-bit unsigned original
-    # A right shift of int64 copies the sign, so the copies are masked out.
-    state = (state ^ (state >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
-    state = (state ^ (state >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
-    state = state ^ (state >> 31 & 2**33 - 1)
+    counters = ids.long()[..., None] * blocks + torch.arange(blocks, device=ids.device)  # [..., blocks]
+    state = split_mix((counters + 1) * GOLDEN)
     bits = state[..., None] >> torch.arange(64, device=ids.device) & 1  # [..., blocks, 64]
     return (bits * 2 - 1).flatten(-2)[..., :dim].float()
 
 
-class CLIPText(nn.Module):
+class CLIPText(TextEncoder):
     """transformers' CLIPTextModel: the last hidden state of each token."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, hide_padding: bool) -> None:
@@ -246,6 +228,8 @@ class CLIPText(nn.Module):
         self.tokenizer = tokenizer
         self.spec = public_spec(spec)
         self.hide_padding = hide_padding
+        self.dim = int(model.config.hidden_size)
+        self.max_length = int(min(model.config.max_position_embeddings, tokenizer.model_max_length))
         model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading needs no argument
 
     @classmethod
@@ -270,25 +254,12 @@ class CLIPText(nn.Module):
             )
         return cls(model, tokenizer, f"clip:{where}", hide_padding)
 
-    @property
-    def dim(self) -> int:
-        return int(self.model.config.hidden_size)
-
-    @property
-    def max_length(self) -> int:
-        return int(min(self.model.config.max_position_embeddings, self.tokenizer.model_max_length))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = next(self.model.parameters()).dtype
-        return dtype
-
-    def tokenize(self, texts: Sequence[str]) -> Tensor:
-        plain = [self._plain(text) for text in _captions(texts)]
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        plain = [self._plain(caption) for caption in _check_captions(captions)]
         if not plain:
             return torch.zeros(0, self.max_length, dtype=torch.int32)
-        found = self.tokenizer(plain, padding="max_length", truncation=True, max_length=self.max_length)
-        return torch.tensor(found["input_ids"], dtype=torch.int32)
+        tokens = self.tokenizer(plain, padding="max_length", truncation=True, max_length=self.max_length)
+        return torch.tensor(tokens["input_ids"], dtype=torch.int32)
 
     def _plain(self, text: str) -> str:
         """The text without half characters, which the tokenizer refuses, and words that would end it early."""
@@ -307,28 +278,21 @@ class CLIPText(nn.Module):
         ends = (ids == self.tokenizer.eos_token_id).int()
         return tokens, ends.cumsum(1) - ends == 0  # up to and with the first end; often padding is more of them
 
-    def null_ids(self) -> Tensor:
-        return self.tokenize([""])
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec,
-            "dtype": dtype_name(self.dtype),
-            "dim": self.dim,
-            "max_length": self.max_length,
-            "hide_padding": self.hide_padding,
-            "fingerprint": self.fingerprint,
-        }
+    def sizes(self) -> dict[str, Any]:
+        return {**super().sizes(), "hide_padding": self.hide_padding}
 
     def save(self, folder: str | Path) -> None:
         save_model(self.model, Path(folder) / FOLDER)
         save_model(self.tokenizer, Path(folder) / TOKENIZER)
 
-    @cached_property
-    def fingerprint(self) -> str:
+    def weights(self) -> Mapping[str, Tensor]:
+        # transformers 5 dropped a prefix from the names; the weights are the same
+        return {name.removeprefix("text_model."): tensor for name, tensor in self.model.state_dict().items()}
+
+    def settings(self) -> dict[str, Any]:
         config = self.model.config
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
-        settings = {
+        return {
             "text": "clip",
             "hide_padding": self.hide_padding,
             "max_length": self.max_length,
@@ -336,9 +300,6 @@ class CLIPText(nn.Module):
             "probe": self.tokenize([PROBE]).tolist(),
             **{name: getattr(config, name) for name in ("hidden_act", "layer_norm_eps", "num_attention_heads")},
         }
-        # transformers 5 dropped a prefix from the names; the weights are the same
-        weights = {name.removeprefix("text_model."): tensor for name, tensor in self.model.state_dict().items()}
-        return fingerprint(weights, settings)
 
 
 def _load_tokenizer(cls: Any, where: str, subfolder: str) -> Any:
@@ -354,10 +315,10 @@ def _load_tokenizer(cls: Any, where: str, subfolder: str) -> Any:
     return tokenizer
 
 
-def _captions(texts: Sequence[str]) -> Sequence[str]:
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+def _check_captions(captions: Sequence[str]) -> Sequence[str]:
+    if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
         raise InputError("captions must be a list of strings: put a single one into a list")
-    return texts
+    return captions
 
 
 def _cut(text: str, max_length: int) -> str:
