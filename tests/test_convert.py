@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atoll.cli.main import main
-from atoll.convert import REPORT, Wanted, convert, describe, save
+from atoll.convert import REPORT, Options, convert, describe, save
 from atoll.convert.common import spacing_of
 from atoll.convert.diffusers_export import export
-from atoll.convert.modulation import Layer, TimeMLP, fit_single
+from atoll.convert.mapping import Layer
+from atoll.convert.modulation import TimeMLP, fit_single
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError
@@ -77,7 +78,7 @@ class TestAsItIs:
     @pytest.mark.parametrize("label", [None, 3])
     def test_original(self, tmp_path, x, label):
         w = class_dit()
-        made = convert(write(tmp_path, w), Wanted(as_is=True, label=label, num_heads=HEADS))
+        made = convert(write(tmp_path, w), Options(as_is=True, label=label, num_heads=HEADS))
         theirs = run_class_dit(w, x, 999 * TIMES, CLASSES if label is None else label)
         assert theirs.std() > 0.1
         torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
@@ -88,7 +89,7 @@ class TestAsItIs:
     def test_diffusers(self, tmp_path, x):
         model = make_dit(tied=True)
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path, Wanted(as_is=True, label=2))
+        made = convert(tmp_path, Options(as_is=True, label=2))
         with torch.no_grad():
             theirs = model(x, 999 * TIMES, torch.full((3,), 2), return_dict=False)[0]
         torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
@@ -97,7 +98,7 @@ class TestAsItIs:
         """What diffusers trains from scratch is fitted, and the stated residual is what it is off by."""
         model = make_dit()
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path, Wanted(as_is=True, label=2))
+        made = convert(tmp_path, Options(as_is=True, label=2))
         assert made.residual is not None
         block, t = model.transformer_blocks[2], torch.linspace(0, 1, 500)
         with torch.no_grad():
@@ -109,14 +110,14 @@ class TestAsItIs:
         assert made.ledger.used["time_embed.mlp.0.weight"]["how"] == "copied, of the first block"
         model.transformer_blocks[1].norm1.emb.load_state_dict(model.transformer_blocks[0].norm1.emb.state_dict())
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path, Wanted(as_is=True, label=2))
+        made = convert(tmp_path, Options(as_is=True, label=2))
         assert made.residual["by_block"][1] == 0 < made.residual["by_block"][2]
         assert len(made.residual["by_block"]) == DEPTH
 
     def test_sit(self, tmp_path, x):
         """SiT's time runs the other way and its velocity has the other sign: x_s = s x0 + (1 - s) eps."""
         w = class_dit(1)
-        made = convert(write(tmp_path, w, "SiT-XL-2-256.pt"), Wanted(as_is=True, label=4, num_heads=HEADS))
+        made = convert(write(tmp_path, w, "SiT-XL-2-256.pt"), Options(as_is=True, label=4, num_heads=HEADS))
         theirs = run_class_dit(w, x, 1 - TIMES, 4)[:, :4]
         torch.testing.assert_close(made.network(x, TIMES), -theirs, rtol=0, atol=1e-5)
         assert made.objective == Objective(Prediction.VELOCITY, "linear")
@@ -127,24 +128,24 @@ class TestAsItIs:
         w = class_dit(1)
         args = argparse.Namespace(path_type="GVP", prediction="noise", model="SiT-XL/2")
         path = write(tmp_path, {"model": class_dit(2), "ema": w, "opt": {"state": {}}, "args": args}, "0100000.pt")
-        made = convert(path, Wanted(as_is=True, num_heads=HEADS))
+        made = convert(path, Options(as_is=True, num_heads=HEADS))
         assert made.objective == Objective(Prediction.EPS, "cosine")
         torch.testing.assert_close(
             made.network(x, TIMES), run_class_dit(w, x, 1 - TIMES, CLASSES)[:, :4], rtol=0, atol=1e-5
         )
         bad = argparse.Namespace(path_type="VP", prediction="score")
         with pytest.raises(InputError, match="predicts 'score' on the path 'VP'"):
-            convert(write(tmp_path, {"ema": w, "args": bad}), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, {"ema": w, "args": bad}), Options(num_heads=HEADS))
 
     def test_which_of_the_two(self, tmp_path):
         path = write(tmp_path, class_dit(), "checkpoint.pt")
         with pytest.raises(InputError, match="may be a DiT or a SiT.*--kind"):
-            convert(path, Wanted(num_heads=HEADS))
-        assert convert(path, Wanted(num_heads=HEADS, kind="sit")).format == "SiT"
+            convert(path, Options(num_heads=HEADS))
+        assert convert(path, Options(num_heads=HEADS, kind="sit")).format == "SiT"
         for name in ("conditional.pt", "university.pt", "dit-against-sit.pt"):  # words that only contain the names
             with pytest.raises(InputError, match="may be a DiT or a SiT"):
-                convert(write(tmp_path, class_dit(), name), Wanted(num_heads=HEADS))
-        assert convert(write(tmp_path, class_dit(), "my_SiT_B2.pt"), Wanted(num_heads=HEADS)).format == "SiT"
+                convert(write(tmp_path, class_dit(), name), Options(num_heads=HEADS))
+        assert convert(write(tmp_path, class_dit(), "my_SiT_B2.pt"), Options(num_heads=HEADS)).format == "SiT"
 
 
 class TestClasses:
@@ -152,22 +153,22 @@ class TestClasses:
 
     def test_a_file_that_says_how_many(self, tmp_path):
         args = argparse.Namespace(num_classes=CLASSES, model="DiT-XL/2")
-        made = convert(write(tmp_path, {"ema": class_dit(), "args": args}), Wanted(num_heads=HEADS))
+        made = convert(write(tmp_path, {"ema": class_dit(), "args": args}), Options(num_heads=HEADS))
         assert f"class {CLASSES}, that of no class, is part" in made.notes[0]
         args.num_classes = CLASSES + 1  # as many as there are rows
         path = write(tmp_path, {"ema": class_dit(), "args": args})
         with pytest.raises(InputError, match="has no embedding of no class: give --label, a class from 0 to 10"):
-            convert(path, Wanted(num_heads=HEADS))
-        assert "of class 10 is part" in convert(path, Wanted(num_heads=HEADS, label=10)).notes[0]
+            convert(path, Options(num_heads=HEADS))
+        assert "of class 10 is part" in convert(path, Options(num_heads=HEADS, label=10)).notes[0]
 
     def test_imagenet(self, tmp_path):
-        made = convert(write(tmp_path, class_dit(classes=1000)), Wanted(num_heads=HEADS))
+        made = convert(write(tmp_path, class_dit(classes=1000)), Options(num_heads=HEADS))
         assert "class 1000, that of no class, is part" in made.notes[0]
         with pytest.raises(InputError, match="was trained on 1000 classes and has no embedding of no class"):
-            convert(write(tmp_path, class_dit(classes=999)), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, class_dit(classes=999)), Options(num_heads=HEADS))
 
     def test_nothing_tells(self, tmp_path):
-        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS))
+        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS))
         assert "class 10, which is taken for that of no class, being the last," in made.notes[0]
 
     def test_diffusers(self, tmp_path):
@@ -195,14 +196,14 @@ class TestFit:
 
     def test_what_it_can_express_is_kept(self, tmp_path, x, text):
         w = self.in_family()
-        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT))
+        made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT))
         assert max(made.residual["by_block"]) < 0.06
         t = torch.linspace(0.02, 1, 9)
         many = x[:1].expand(9, -1, -1, -1)
         theirs = run_class_dit(w, many, 999 * t, CLASSES)[:, :4]
         assert made.residual["output"] < 0.05
         ours = off(made.network(many, t, text[:1]), theirs)
-        plain = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit="mean"))
+        plain = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit="mean"))
         assert ours < 0.15 < 0.3 * off(plain.network(many, t, text[:1]), theirs)
 
     def test_better_than_at_one_point(self, tmp_path, x, text, report):
@@ -212,7 +213,7 @@ class TestFit:
             total = 0.0
             for seed in range(3):
                 w = class_dit(seed)
-                made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit=fit))
+                made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
                 t = torch.linspace(0.02, 1, 9)
                 many = x[:1].expand(9, -1, -1, -1)
                 total += off(
@@ -224,11 +225,11 @@ class TestFit:
 
     def test_equal_at_one_point(self, tmp_path, x, text):
         w = class_dit()
-        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
+        made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit="point"))
         at = torch.tensor(500 / 999)
         theirs = run_class_dit(w, x, (999 * at).expand(3), CLASSES)[:, :4]
         torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
-        made = convert(write(tmp_path, w, "SiT.pt"), Wanted(num_heads=HEADS, text_dim=TEXT, fit="point"))
+        made = convert(write(tmp_path, w, "SiT.pt"), Options(num_heads=HEADS, text_dim=TEXT, fit="point"))
         theirs = -run_class_dit(w, x, (1 - at).expand(3), CLASSES)[:, :4]
         torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
 
@@ -236,7 +237,7 @@ class TestFit:
     def test_the_stated_residual(self, tmp_path, fit):
         """Measured from outside: the new network's modulation times the factors its layers took, against the source."""
         w = class_dit(3)
-        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, text_dim=TEXT, fit=fit))
+        made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
         network, t = made.network, torch.linspace(0, 1, 500)
         f = torch.exp(-math.log(10_000) * torch.arange(128) / 128)
         angle = 999 * t[:, None] * f
@@ -272,13 +273,13 @@ class TestFit:
             assert max(found.residual) < 0.06
 
     def test_text_is_silent_at_first(self, tmp_path, x, text):
-        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS, text_dim=TEXT))
+        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS, text_dim=TEXT))
         network = made.network
         torch.testing.assert_close(network(x, TIMES, text), network(x, TIMES, 9 * text), rtol=0, atol=0)
         assert network.text_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
     def test_other_latents(self, tmp_path, text):
-        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS, text_dim=TEXT, input_size=16))
+        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS, text_dim=TEXT, input_size=16))
         assert made.network(torch.randn(1, 4, 16, 16), torch.tensor(0.5), text[:1]).shape == (1, 4, 16, 16)
         assert "pos_embed" in made.ledger.dropped
 
@@ -287,7 +288,7 @@ class TestPixArt:
     def test_original(self, tmp_path, x, text):
         w = pixart(text_dim=TEXT)
         for content in (w, {"state_dict": w, "epoch": 3}, {"state_dict": {}, "state_dict_ema": w}):
-            made = convert(write(tmp_path, content, "PixArt.pth"), Wanted(num_heads=HEADS))
+            made = convert(write(tmp_path, content, "PixArt.pth"), Options(num_heads=HEADS))
             theirs = run_pixart(w, x, 999 * TIMES, text)
             torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
             assert made.ledger.dropped == {"y_embedder.y_embedding": "the null text is the encoded empty string"}
@@ -299,7 +300,7 @@ class TestPixArt:
         """Places are drawn out over larger latents from those in the file, which for 1024 pixels are 0.5 apart."""
         w = {**pixart(text_dim=TEXT), "pos_embed": places(WIDTH, SIZE // 2, step)}
         path = write(tmp_path, {**w, "pos_embed": w["pos_embed"].to(dtype)}, "PixArt.pth")
-        made = convert(path, Wanted(num_heads=HEADS, input_size=16))
+        made = convert(path, Options(num_heads=HEADS, input_size=16))
         x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(5))
         w["pos_embed"] = places(WIDTH, 8, step / 2)
         theirs = run_pixart(w, x, 999 * TIMES, text)
@@ -309,9 +310,9 @@ class TestPixArt:
         w = pixart(text_dim=TEXT)
         w["pos_embed"] = torch.randn(1, 16, WIDTH)
         path = write(tmp_path, w, "PixArt.pth")
-        convert(path, Wanted(num_heads=HEADS))
+        convert(path, Options(num_heads=HEADS))
         with pytest.raises(InputError, match="not the sines and cosines of a grid.*leave out --size"):
-            convert(path, Wanted(num_heads=HEADS, input_size=16))
+            convert(path, Options(num_heads=HEADS, input_size=16))
 
     @pytest.mark.parametrize(("sees_sizes", "step"), [(False, 1.0), (True, 8.0)])
     def test_original_without_places(self, tmp_path, sees_sizes, step):
@@ -320,7 +321,7 @@ class TestPixArt:
         del w["pos_embed"]
         for name, rows in (("csize_embedder", WIDTH // 4), ("ar_embedder", WIDTH // 2)) if sees_sizes else ():
             w |= draw_weights(layer(f"{name}.mlp.0", rows, 256) | layer(f"{name}.mlp.2", rows, rows))
-        made = convert(write(tmp_path, w, "PixArt.pth"), Wanted(num_heads=HEADS, input_size=SIZE))
+        made = convert(write(tmp_path, w, "PixArt.pth"), Options(num_heads=HEADS, input_size=SIZE))
         assert spacing_of(made.network.positions) == step
 
     def make(self, **changes: object) -> PixArtTransformer2DModel:
@@ -355,7 +356,7 @@ class TestPixArt:
         x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(5))
         with torch.no_grad():
             theirs = model(x, text, timestep=999 * TIMES, return_dict=False)[0]
-        ours = convert(tmp_path, Wanted(input_size=16)).network(x, TIMES, text)
+        ours = convert(tmp_path, Options(input_size=16)).network(x, TIMES, text)
         torch.testing.assert_close(ours, theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_there_and_back(self, tmp_path, x, text):
@@ -370,7 +371,7 @@ class TestPixArt:
 
     def test_texts_of_another_width(self, tmp_path):
         self.make().save_pretrained(tmp_path)
-        made = convert(tmp_path, Wanted(text_dim=16))
+        made = convert(tmp_path, Options(text_dim=16))
         assert made.network.config.text_dim == 16
         assert "caption_projection.linear_1.weight" in made.ledger.dropped
         assert made.ledger.started["text_embed.0.weight"] == "N(0, 0.02)"
@@ -437,7 +438,8 @@ class TestExport:
 
     def test_a_sit_takes_its_time_from_0_to_1(self, tmp_path, x, text):
         save(
-            convert(write(tmp_path, class_dit(), "SiT.pt"), Wanted(num_heads=HEADS, text_dim=TEXT)), tmp_path / "expert"
+            convert(write(tmp_path, class_dit(), "SiT.pt"), Options(num_heads=HEADS, text_dim=TEXT)),
+            tmp_path / "expert",
         )
         told = export(tmp_path / "expert", tmp_path / "out")
         assert "for timestep 1 t" in told[0]
@@ -487,7 +489,7 @@ class TestBooks:
     @pytest.mark.parametrize("as_is", [False, True])
     def test_nothing_is_silent(self, tmp_path, as_is):
         w = class_dit()
-        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, as_is=as_is))
+        made = convert(write(tmp_path, w), Options(num_heads=HEADS, as_is=as_is))
         save(made, tmp_path / "out")
         found = json.loads((tmp_path / "out" / REPORT).read_text())
         sources = {key for entry in found["consumed"].values() for key in entry["from"]} | set(found["dropped"])
@@ -509,39 +511,39 @@ class TestBooks:
     def test_a_key_too_many(self, tmp_path):
         w = {**class_dit(), "blocks.0.attn.q_norm.weight": torch.ones(8)}
         with pytest.raises(InputError, match="blocks.0.attn.q_norm.weight, which this architecture does not know"):
-            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, w), Options(num_heads=HEADS))
 
     @pytest.mark.parametrize("key", ["blocks.1.mlp.fc2.bias", "final_layer.linear.weight", "t_embedder.mlp.2.weight"])
     def test_a_key_too_few(self, tmp_path, key):
         w = class_dit()
         del w[key]
         with pytest.raises(InputError, match=f"lacks {key}"):
-            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, w), Options(num_heads=HEADS))
 
     def test_a_block_too_few(self, tmp_path):
         """The second of three is gone: what is left of the third is not passed over."""
         w = {name: weight for name, weight in class_dit().items() if not name.startswith("blocks.1.")}
         with pytest.raises(InputError, match="blocks.2.* which this architecture does not know"):
-            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, w), Options(num_heads=HEADS))
 
     def test_a_wrong_shape(self, tmp_path):
         w = class_dit()
         w["blocks.1.attn.proj.weight"] = torch.zeros(WIDTH, WIDTH + 1)
         with pytest.raises(InputError, match="blocks.1.attn.proj.weight of .* gives shape"):
-            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, w), Options(num_heads=HEADS))
 
     def test_half_precision(self, tmp_path, x):
         w = {name: weight.bfloat16() for name, weight in class_dit().items()}
-        made = convert(write(tmp_path, w), Wanted(num_heads=HEADS, as_is=True))
+        made = convert(write(tmp_path, w), Options(num_heads=HEADS, as_is=True))
         theirs = run_class_dit({name: weight.float() for name, weight in w.items()}, x, 999 * TIMES, CLASSES)
         torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_safetensors_and_prefixes(self, tmp_path, x):
         w = class_dit()
         save_file({f"module.{name}": weight for name, weight in w.items()}, tmp_path / "dit.safetensors")
-        first = convert(tmp_path / "dit.safetensors", Wanted(num_heads=HEADS))
+        first = convert(tmp_path / "dit.safetensors", Options(num_heads=HEADS))
         wrapped = {"ema": {}, "model": w}  # an average that was never taken
-        second = convert(write(tmp_path, wrapped), Wanted(num_heads=HEADS))
+        second = convert(write(tmp_path, wrapped), Options(num_heads=HEADS))
         for a, b in zip(first.network.parameters(), second.network.parameters(), strict=True):
             assert torch.equal(a, b)
 
@@ -551,7 +553,7 @@ class TestBooks:
         model.save_pretrained(tmp_path / "transformer", max_shard_size="40KB")
         assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1
         model.save_pretrained(tmp_path / "whole")
-        one, other = (convert(folder, Wanted(as_is=True)).network for folder in (tmp_path, tmp_path / "whole"))
+        one, other = (convert(folder, Options(as_is=True)).network for folder in (tmp_path, tmp_path / "whole"))
         for a, b in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
         next((tmp_path / "transformer").glob("*-00002-of-*.safetensors")).unlink()
@@ -559,7 +561,7 @@ class TestBooks:
             convert(tmp_path)
 
     def test_what_is_told(self, tmp_path):
-        lines = "\n".join(describe(convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS)), "out"))
+        lines = "\n".join(describe(convert(write(tmp_path, class_dit()), Options(num_heads=HEADS)), "out"))
         for part in ("facebookresearch DiT", "32 wide, 3 blocks", "M parameters", "modulation: off by", "initialised",
                      "CC-BY-NC-4.0: for non-commercial use only", "class 10, which is taken for that"):  # fmt: skip
             assert part in lines
@@ -688,7 +690,7 @@ class TestBadInput:
         w = class_dit()
         w[key] *= 1e30
         with pytest.raises(InputError, match="cannot be converted|far too large"):
-            convert(write(tmp_path, w), Wanted(num_heads=HEADS))
+            convert(write(tmp_path, w), Options(num_heads=HEADS))
 
     @pytest.mark.parametrize(
         "key", ["t_embedder.mlp.0.weight", "final_layer.linear.bias", "pos_embed", "blocks.0.mlp.fc1.weight",
@@ -700,7 +702,7 @@ class TestBadInput:
         path = write(tmp_path, {**class_dit(), key: torch.ones(shape)})
         for as_is in (False, True):
             with pytest.raises(InputError):
-                convert(path, Wanted(num_heads=HEADS, as_is=as_is))
+                convert(path, Options(num_heads=HEADS, as_is=as_is))
 
     @pytest.mark.parametrize(
         ("flags", "message"),
@@ -760,7 +762,7 @@ class TestBadInput:
         }  # fmt: skip
 
     def test_nothing_is_left_of_a_conversion_that_failed(self, tmp_path, monkeypatch):
-        made = convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS))
+        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS))
 
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
@@ -777,16 +779,16 @@ class TestBadInput:
         assert not (tmp_path / "old" / "config.json").exists()  # no old weights under a new report
 
     def test_one_of_ours(self, tmp_path, capsys):
-        save(convert(write(tmp_path, class_dit()), Wanted(num_heads=HEADS)), tmp_path / "expert")
+        save(convert(write(tmp_path, class_dit()), Options(num_heads=HEADS)), tmp_path / "expert")
         self.refused(capsys, tmp_path / "expert", "is one of Atoll's already")
 
 
 class TestStrangers:
     """Files that were made to do harm: a sentence, before memory is taken for what they claim."""
 
-    def refused(self, path, message, wanted=Wanted(num_heads=HEADS)):  # noqa: B008
+    def refused(self, path, message, options=Options(num_heads=HEADS)):  # noqa: B008
         with pytest.raises(InputError, match=message) as caught:
-            convert(path, wanted)
+            convert(path, options)
         told = str(caught.value)
         assert len(told) < 1000
         assert told.isprintable(), told
@@ -873,7 +875,7 @@ class TestStrangers:
         for i in range(40):
             save_file(class_dit(), path, {"note": "x" * 8 * i})
             if path.read_bytes()[0] == 0x80:
-                convert(path, Wanted(num_heads=HEADS))
+                convert(path, Options(num_heads=HEADS))
                 return
         raise AssertionError("no such length")
 
@@ -887,17 +889,17 @@ class TestStrangers:
         name = "diffusion_pytorch_model.safetensors"
         (folder / name).unlink()
         (folder / name).symlink_to(other / name)
-        self.refused(folder, "it is a link that leaves its folder", Wanted())
+        self.refused(folder, "it is a link that leaves its folder", Options())
         (tmp_path / "pipeline").mkdir()
         (tmp_path / "pipeline" / "transformer").symlink_to(other)
-        self.refused(tmp_path / "pipeline", "it is a link that leaves its folder", Wanted())
+        self.refused(tmp_path / "pipeline", "it is a link that leaves its folder", Options())
 
     @pytest.mark.parametrize("name", ["../other/model.safetensors", "a\\b.safetensors", "model.bin", 3, None])
     def test_an_index_that_leads_away(self, tmp_path, name):
         make_dit(tied=True).save_pretrained(tmp_path)
         index = {"weight_map": {"a": name}}
         (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-        self.refused(tmp_path, "names a file outside its folder|has no table 'weight_map' of files", Wanted())
+        self.refused(tmp_path, "names a file outside its folder|has no table 'weight_map' of files", Options())
 
     @pytest.mark.parametrize(
         "name", ["\x1b[2J\x1b]0;", "a" * 5_000_000, "\u202e\u2066"], ids=["escapes", "long", "bidi"]
@@ -927,7 +929,7 @@ class TestStrangers:
         TestPixArt().make().save_pretrained(tmp_path)
         path = tmp_path / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-        self.refused(tmp_path, message, Wanted())
+        self.refused(tmp_path, message, Options())
 
     def test_arguments_of_any_type(self, tmp_path):
         """A pickle can hold lists in lists that no screen could show."""
@@ -987,8 +989,8 @@ def test_trained(tmp_path, report, tied):
     copy.eval()
     x = torch.tensor(load_digits().images).float()[::18, None] / 8 - 1
     schedule, nothing, losses = DDPMScheduler(), torch.zeros(1, 1, 16), {}
-    networks = {fit: convert(tmp_path, Wanted(text_dim=16, fit=fit)).network for fit in ("curve", "mean", "point")}
-    networks["as is"] = convert(tmp_path, Wanted(as_is=True)).network
+    networks = {fit: convert(tmp_path, Options(text_dim=16, fit=fit)).network for fit in ("curve", "mean", "point")}
+    networks["as is"] = convert(tmp_path, Options(as_is=True)).network
     for name in ("source", *networks):
         g, total = torch.Generator().manual_seed(1), 0.0
         for step in (5, 50, 200, 400, 500, 600, 800, 950):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.cli.main import main
-from atoll.convert import Wanted, convert
+from atoll.convert import Options, convert
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
@@ -241,7 +241,7 @@ class TestParis:
         assert made.network.config.num_experts == 3
 
     def test_objective(self, paris):
-        assert convert(paris / "expert_0", Wanted(objective="ddpm")).objective.prediction == "eps"
+        assert convert(paris / "expert_0", Options(objective="ddpm")).objective.prediction == "eps"
         about = json.loads((paris / "expert_0" / "config.json").read_text())
         (paris / "expert_0" / "config.json").write_text(json.dumps({**about, "objective": "ddpm"}))
         assert convert(paris / "expert_0").objective.prediction == "eps"
@@ -251,12 +251,12 @@ class TestParis:
 
     def test_what_it_has_learned_stays(self, paris):
         with pytest.raises(InputError, match="reads text 16 wide, not 7"):
-            convert(paris / "expert_0", Wanted(text_dim=7))
+            convert(paris / "expert_0", Options(text_dim=7))
         for part in ("expert_0", "router"):
             with pytest.raises(InputError, match="has learned its positions, for latents 8 a side"):
-                convert(paris / part, Wanted(input_size=16))
+                convert(paris / part, Options(input_size=16))
         with pytest.raises(InputError, match="--heads is 8, but the config of .* says 4"):
-            convert(paris / "expert_0", Wanted(num_heads=8))
+            convert(paris / "expert_0", Options(num_heads=8))
 
     def test_parts_that_are_links(self, paris, tmp_path):
         (paris / "expert_1").rename(tmp_path / "elsewhere")

@@ -1,72 +1,51 @@
 """Published checkpoints as experts: each format is recognised by its keys, and converted by a table of them."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.convert import dit, paris, pixart
-from atoll.convert.common import Converted, Wanted, check_free
+from atoll.convert.common import Converted, Options, check_free
+from atoll.convert.tables import DIFFUSERS_PIXART, PIXART
 from atoll.diffusion.transfer import Calibration
-from atoll.errors import InputError, printable, unknown
+from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, Expert
 from atoll.networks.published import Source, read_source
 from atoll.networks.stored import CONFIG, WEIGHTS
 from atoll.storage import reason_of, write_json
 
-__all__ = ["FORMATS", "REPORT", "Converted", "Wanted", "check_out", "convert", "describe", "recognise", "save"]
+__all__ = ["FORMATS", "REPORT", "Converted", "Options", "check_out", "convert", "describe", "recognise", "save"]
 REPORT = "conversion.json"
-KINDS = ("dit", "sit")
 CLASS_FLAGS = {"label": "--label", "as_is": "--as-is", "kind": "--kind", "fit": "--fit"}  # of DiT and SiT alone
-WORDS = {dit.DIT_LICENSE: ": for non-commercial use only, with attribution, and so is what is trained from it"}
+TERMS = {dit.DIT_LICENSE: ": for non-commercial use only, with attribution, and so is what is trained from it"}
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """How a kind of checkpoint is recognised and converted."""
 
     name: str
-    keys: tuple[str, ...]  # which no other format has together
-    convert: Callable[[Source, Wanted], Converted]
-    by_class: bool = False  # its pictures are of a class, not of a text
-
-
-def _class_conditional(source: Source, wanted: Wanted) -> Converted:
-    """DiT and SiT have the same keys: what was asked for, what the file says of its training, or its name decides."""
-    if wanted.kind is not None and wanted.kind not in KINDS:
-        raise unknown("kind", wanted.kind, KINDS)
-    kind = wanted.kind
-    if kind is None and "path_type" in source.args:
-        kind = "sit"
-    if kind is None:
-        told, words = source.args.get("model"), re.split("[^a-z]+", source.path.name.lower())
-        model = told.lower() if isinstance(told, str) else ""
-        found = {known for known in KINDS if known in words or model.startswith(known)}
-        if len(found) != 1:
-            raise InputError(
-                f"{source.path} may be a DiT or a SiT, whose keys are the same: say which with --kind dit or --kind sit"
-            )
-        kind = found.pop()
-    return dit.convert_sit(source, wanted) if kind == "sit" else dit.convert_dit(source, wanted, dit.ORIGINAL)
+    keys: tuple[str, str]  # which no other format has together
+    convert: Callable[[Source, Options], Converted]
+    by_class: bool = False  # its images are of a class, not of a prompt
 
 
 FORMATS = (
-    Format("DiT or SiT", ("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"), _class_conditional, True),
+    Format("DiT or SiT", ("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"), dit.convert_original, True),
     Format(
         "diffusers DiTTransformer2DModel", ("pos_embed.proj.weight", "transformer_blocks.0.norm1.linear.weight"),
-        lambda source, wanted: dit.convert_dit(source, wanted, dit.DIFFUSERS), True,
+        dit.convert_diffusers, True,
     ),
     Format(
-        "PixArt-alpha", ("x_embedder.proj.weight", "t_block.1.weight"),
-        lambda source, wanted: pixart.convert_pixart(source, wanted, pixart.ORIGINAL),
+        "PixArt-alpha", ("x_embedder.proj.weight", "t_block.1.weight"), partial(pixart.convert_pixart, keys=PIXART)
     ),
     Format(
         "diffusers PixArtTransformer2DModel", ("pos_embed.proj.weight", "adaln_single.linear.weight"),
-        lambda source, wanted: pixart.convert_pixart(source, wanted, pixart.DIFFUSERS),
+        partial(pixart.convert_pixart, keys=DIFFUSERS_PIXART),
     ),
     Format("Paris expert", ("layers.0.cross_attn.in_proj_weight", "t_block.1.weight"), paris.convert_paris_expert),
     Format("Paris router", ("cls_token", "layers.0.adaLN_modulation.1.weight"), paris.convert_paris_router),
@@ -74,9 +53,9 @@ FORMATS = (
 
 
 def recognise(source: Source) -> Format:
-    for found in FORMATS:
-        if all(key in source.weights for key in found.keys):
-            return found
+    for known in FORMATS:
+        if all(key in source.weights for key in known.keys):
+            return known
     if source.config.get("model") in (DiT.__name__, "Router"):
         raise InputError(f"{source.path} is one of Atoll's already: use it as it is, or give an expert --to diffusers")
     some = printable(", ".join(key[:100] for key in sorted(source.weights)[:3]), 300)
@@ -86,17 +65,16 @@ def recognise(source: Source) -> Format:
     )
 
 
-def convert(path: str | Path, wanted: Wanted = Wanted()) -> Converted:  # noqa: B008
+def convert(path: str | Path, options: Options = Options()) -> Converted:  # noqa: B008
     """A network of the checkpoint's weights, with the books of it."""
     source = read_source(Path(path))
-    found = recognise(source)
-    default = asdict(Wanted())
-    asked = {name: value for name, value in asdict(wanted).items() if value != default[name] or name == "seed"}
+    known = recognise(source)
     for name, flag in CLASS_FLAGS.items():
-        if name in asked and not found.by_class:
-            raise InputError(f"{flag} is for DiT and SiT, but {path} is a {found.name}: leave it out")
+        if name in options.chosen and not known.by_class:
+            raise InputError(f"{flag} is for DiT and SiT, but {path} is a {known.name}: leave it out")
     try:
-        converted = replace(found.convert(source, wanted), asked=asked)
+        converted = known.convert(source, options)
+        converted = replace(converted, options=options, license=options.license or converted.license)
         json.dumps(converted.report, allow_nan=False)
     except InputError:
         raise
@@ -105,7 +83,7 @@ def convert(path: str | Path, wanted: Wanted = Wanted()) -> Converted:  # noqa: 
             f"{path} cannot be converted ({printable(reason_of(error), 300)}): its weights do not fit together, "
             "give another copy"
         ) from error
-    return converted if wanted.license is None else replace(converted, license=wanted.license)
+    return converted
 
 
 def check_out(out: str | Path) -> None:
@@ -127,42 +105,29 @@ def save(
     """
     check_out(out)
     folder, fresh = Path(out), not Path(out).exists()
+    network, objective, license = converted.network, converted.objective, converted.license
     try:
-        if not fresh:  # what an earlier conversion left is no expert from here on
-            for name in (CONFIG, CALIBRATION):
-                (folder / name).unlink(missing_ok=True)
+        for name in () if fresh else (CONFIG, CALIBRATION):  # what an earlier conversion left is no expert any more
+            (folder / name).unlink(missing_ok=True)
         write_json(folder / REPORT, converted.report)
-        _save_network(converted, folder, space, data, calibration)
+        if isinstance(network, DiT) and objective is not None and space is not None:
+            Expert(
+                network, objective, space["latent_space"], space["text_encoder"], data or {}, init=converted.init,
+                license=license, calibration=calibration,
+            ).save(folder)  # fmt: skip
+            return
+        if objective is not None:
+            network.card = {"objective": asdict(objective), "init": converted.init, "license": license}
+        else:
+            latents = {"latent_space": space["latent_space"]} if space else {}
+            network.card = {"license": license, "training": {"converted": converted.init}, **latents}
+        network.save_pretrained(folder)
     except (InputError, OSError) as error:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot write {out} ({reason_of(error)}): choose another folder") from error
-
-
-def _save_network(
-    converted: Converted,
-    out: Path,
-    space: Mapping[str, Any] | None,
-    data: Mapping[str, Any] | None,
-    calibration: Calibration | None,
-) -> None:
-    network, objective = converted.network, converted.objective
-    if not isinstance(network, DiT):
-        card: dict[str, Any] = {"license": converted.license, "training": {"converted": converted.init}}
-        network.card = {**card, "latent_space": space["latent_space"]} if space else card
-        network.save_pretrained(out)
-    elif space is None:
-        assert objective is not None
-        network.card = {"objective": asdict(objective), "init": converted.init, "license": converted.license}
-        network.save_pretrained(out)
-    else:
-        assert objective is not None
-        Expert(
-            network, objective, space["latent_space"], space["text_encoder"], data or {}, init=converted.init,
-            license=converted.license, calibration=calibration,
-        ).save(out)  # fmt: skip
 
 
 def describe(converted: Converted, out: str | Path) -> list[str]:
@@ -177,7 +142,7 @@ def describe(converted: Converted, out: str | Path) -> list[str]:
     if converted.objective is not None:
         lines.append(f"predicts {converted.objective.prediction} on the schedule {converted.objective.schedule}")
     lines.append(
-        f"keys: {len({key for entry in ledger.used.values() for key in entry['from']})} consumed, "
+        f"keys: {len(ledger.consumed)} consumed, "
         f"{len(ledger.dropped)} dropped, {len(ledger.started)} of the network initialised (see {REPORT})"
     )
     lines += [f"dropped: {key}, {why}" for key, why in list(ledger.dropped.items())[:4]]
@@ -188,5 +153,5 @@ def describe(converted: Converted, out: str | Path) -> list[str]:
             f"modulation: off by {sum(off) / len(off):.1%} on average, {max(off):.1%} in block {off.index(max(off))}"
             + (f", {converted.residual['output']:.1%} at the output" if "output" in converted.residual else "")
         )
-    lines.append(f"licence: {converted.license}{WORDS.get(converted.license, '')}")
+    lines.append(f"licence: {converted.license}{TERMS.get(converted.license, '')}")
     return lines

@@ -1,11 +1,11 @@
-"""What all conversions share: what they are asked for, what they give, and sizes that are read off the weights."""
+"""What all conversions share: options, results, and sizes that are read off the weights."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from atoll.networks.published import Source
 from atoll.networks.router import Router
 
 KNOWN_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published sizes S, B, L and XL
-TEXT_DIM = 768  # of CLIP ViT-L/14, which the paper uses
 MAX_POSITIONS = 2**27  # numbers in the table of positions, 0.5 GB: of PixArt-alpha at 1024 pixels it has 4.7 million
+Network = TypeVar("Network", DiT, Router)
+Config = TypeVar("Config", bound=TrunkConfig)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Options:
     """How to convert, where there is a choice."""
 
     label: int | None = None  # the class of a class-conditional source; None: no class
@@ -38,18 +39,23 @@ class Wanted:
     seed: int = 0  # of what has no counterpart in the source
 
     def __post_init__(self) -> None:
-        for name, flag, most in (
-            ("text_dim", "text-dim", 65536),
-            ("input_size", "size", 4096),
-            ("num_heads", "heads", 1024),
-        ):
-            value = getattr(self, name)
+        limits = {"text-dim": (self.text_dim, 65536), "size": (self.input_size, 4096), "heads": (self.num_heads, 1024)}
+        for flag, (value, most) in limits.items():
             if value is not None and not 1 <= value <= most:
                 raise InputError(f"--{flag} must be from 1 to {most}, but is {value}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed must be from 0 to 2**63 - 1, but is {self.seed}")
         if self.license is not None and not self.license.strip():
             raise InputError("--license is empty: name the licence, or leave it out")
+
+    def objective_or(self, default: Objective) -> Objective:
+        return default if self.objective is None else get_objective(self.objective)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What was not left to the source; for the report."""
+        default = asdict(Options())
+        return {name: value for name, value in asdict(self).items() if value != default[name] or name == "seed"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,29 +71,31 @@ class Converted:
     notes: Sequence[str] = ()
     residual: Mapping[str, Any] | None = None  # of the modulation, where it was fitted
     label: int | None = None
-    asked: Mapping[str, Any] = field(default_factory=dict)  # what of Wanted was not left to the source
+    options: Options = field(default_factory=Options)
 
     @property
     def init(self) -> dict[str, Any]:
         """What travels with every expert that starts from it."""
-        found = {"source": self.source.path.name, "sha256": self.source.sha256, "format": self.format}
-        return found if self.label is None else {**found, "label": self.label}
+        origin = {"source": self.source.path.name, "sha256": self.source.sha256, "format": self.format}
+        return origin if self.label is None else {**origin, "label": self.label}
 
     @property
     def report(self) -> dict[str, Any]:
         """conversion.json."""
-        objective = self.objective
+        objective, ledger = self.objective, self.ledger
         about = {"prediction": str(objective.prediction), "schedule": objective.schedule} if objective else None
         return {
             **self.init,
             "license": self.license,
-            "asked_for": dict(self.asked),
+            "asked_for": self.options.chosen,
             "weights_under": self.source.wrapper,
             "objective": about,
             "parameters": self.num_parameters,
             "notes": list(self.notes),
             "modulation": self.residual,
-            **self.ledger.table(),
+            "consumed": ledger.used,
+            "dropped": ledger.dropped,
+            "initialised": ledger.started,
         }
 
     @property
@@ -97,106 +105,112 @@ class Converted:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a transformer over patches, read off its weights."""
+    """Of a transformer over patches, read off the weights that its table of keys has filled."""
 
-    in_channels: int
-    out_channels: int
-    patch_size: int
-    hidden_size: int
-    depth: int
-    mlp_ratio: float
-    num_heads: int
-    input_size: int
-    source_size: int  # what the source was trained on
+    trunk: TrunkConfig  # without text
+    out_channels: int  # with those of a learned sigma
+    source_size: int  # of the latents that the source was trained on
 
     @classmethod
     def of(
-        cls,
-        source: Source,
-        wanted: Wanted,
-        *,
-        patch: str,
-        block: str,
-        mlp: str,
-        out: str | None = None,
-        positions: str | None = None,
-        size_key: str = "sample_size",
-        heads_key: str = "num_attention_heads",
-    ) -> "Sizes":
-        weights = source.weights
-        depth = 0
-        while block.replace("{i}", str(depth)) in weights:
-            depth += 1
-        for key in (patch, mlp.replace("{i}", "0"), *([] if out is None else [out])):
-            if key not in weights:
-                raise InputError(f"{source.path} lacks {key}: it is of another architecture, or not all is there")
-        shape = weights[patch].shape
-        if len(shape) != 4 or shape[2] != shape[3] or not all(shape) or depth == 0:
+        cls, source: Source, options: Options, ledger: Ledger, depth: int,
+        size_key: str = "sample_size", heads_key: str = "num_attention_heads",
+    ) -> "Sizes":  # fmt: skip
+        (patch,) = ledger.used["patch_embed.weight"]["from"]
+        shape = source.weights[patch].shape
+        if len(shape) != 4 or shape[2] != shape[3] or not all(shape):
             raise InputError(f"{patch} in {source.path} has shape {list(shape)}, not that of square patches")
         width, channels, side, _ = shape
-        for key in (mlp.replace("{i}", "0"), *([] if out is None else [out])):
-            if weights[key].shape[1:] != (width,):
-                raise InputError(f"{key} in {source.path} has shape {list(weights[key].shape)}, not {width} columns")
-        rows = len(weights[out]) if out else channels * side**2
+        rows = len(ledger.filled["out.weight"]) if "out.weight" in ledger.filled else channels * side**2
         if rows % side**2 or rows // side**2 < channels:
-            raise InputError(f"{out} in {source.path} has {rows} rows, which are no {channels} channels of its patches")
-        said = source.config.get(heads_key)
-        if wanted.num_heads is not None and said is not None and wanted.num_heads != said:
             raise InputError(
-                f"--heads is {wanted.num_heads}, but the config of {source.path} says {shown(said)}: leave it out"
+                f"the output layer in {source.path} has {rows} rows, which are no {channels} channels of its patches"
             )
-        heads = wanted.num_heads or said or KNOWN_HEADS.get(width)
-        if wanted.num_heads is not None and width % wanted.num_heads:
-            raise InputError(f"--heads must divide the width of {source.path}, {width}, but is {wanted.num_heads}")
-        if type(heads) is not int or heads < 1 or width % heads:
-            raise InputError(f"{source.path} is {width} wide and does not say how many heads it has: give --heads")
-        size = source.config.get(size_key)
-        if positions is not None and positions in weights:
-            if weights[positions].dim() < 2:
-                raise InputError(
-                    f"{positions} in {source.path} has shape {list(weights[positions].shape)}: it is damaged"
-                )
-            num = weights[positions].shape[-2]
-            size = side * math.isqrt(num)
-            if (size // side) ** 2 != num:
-                raise InputError(f"{positions} in {source.path} has {num} places, which are no square")
-        if type(size) is not int:
-            size = wanted.input_size
-        if size is None or size < 1:
-            raise InputError(f"{source.path} does not say the size of its latents: give --size, 32 for 256 pixels")
-        ratio = len(weights[mlp.replace("{i}", "0")]) / width
-        input_size = wanted.input_size or size
+        heads = _num_heads(source, options, width, heads_key)
+        size = _source_size(source, options, side, size_key)
+        input_size = options.input_size or size
         if input_size % side:
             raise InputError(f"latents {input_size} a side cannot be cut into patches of {side}: give another --size")
-        found = cls(channels, rows // side**2, side, width, depth, ratio, heads, input_size, size)
-        TrunkConfig(**found.trunk(), text_dim=None)  # its limits, before anything of these sizes is made
-        if max(found.side, size // side) ** 2 * width > MAX_POSITIONS:
+        ratio = len(ledger.filled["blocks.0.mlp.0.weight"]) / width
+        trunk = TrunkConfig(input_size, channels, side, width, depth, heads, ratio, text_dim=None)  # checks limits
+        if (max(input_size, size) // side) ** 2 * width > MAX_POSITIONS:
             raise InputError(
                 f"latents {shown(max(input_size, size))} a side have too many places for {source.path}, {width} wide: "
                 "give another --size"
             )
-        return found
+        return cls(trunk, rows // side**2, size)
 
     @property
-    def side(self) -> int:
-        return self.input_size // self.patch_size
+    def resized(self) -> bool:
+        return self.trunk.input_size != self.source_size
 
-    def trunk(self) -> dict[str, Any]:
-        """The arguments of a config."""
-        names = ("input_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "mlp_ratio")
-        return {name: getattr(self, name) for name in names}
+    def config(self, kind: type[Config], **changes: Any) -> Config:
+        return kind(**{**asdict(self.trunk), **changes})
 
-    @property
-    def keep_channels(self) -> Callable[[Tensor], Tensor]:
-        """The rows of the last layer that make the prediction; those of the learned sigma come after."""
 
-        def first_channels(rows: Tensor) -> Tensor:
-            if self.out_channels == self.in_channels:
-                return rows
-            grid = rows.view(self.patch_size**2, self.out_channels, *rows.shape[1:])
-            return grid[:, : self.in_channels].reshape(-1, *rows.shape[1:])
+def _num_heads(source: Source, options: Options, width: int, key: str) -> int:
+    in_config = source.config.get(key)
+    if options.num_heads is not None and in_config is not None and options.num_heads != in_config:
+        raise InputError(
+            f"--heads is {options.num_heads}, but the config of {source.path} says {shown(in_config)}: leave it out"
+        )
+    if options.num_heads is not None and width % options.num_heads:
+        raise InputError(f"--heads must divide the width of {source.path}, {width}, but is {options.num_heads}")
+    heads = options.num_heads or in_config or KNOWN_HEADS.get(width)
+    if type(heads) is not int or heads < 1 or width % heads:
+        raise InputError(f"{source.path} is {width} wide and does not say how many heads it has: give --heads")
+    return heads
 
-        return first_channels
+
+def _source_size(source: Source, options: Options, patch: int, key: str) -> int:
+    """The side of the source's latents: as its positions show, as its config says, or as the options do."""
+    size, positions = source.config.get(key), source.weights.get("pos_embed")
+    if positions is not None:
+        if positions.dim() < 2:
+            raise InputError(f"pos_embed in {source.path} has shape {list(positions.shape)}: it is damaged")
+        num = positions.shape[-2]
+        size = patch * math.isqrt(num)
+        if (size // patch) ** 2 != num:
+            raise InputError(f"pos_embed in {source.path} has {num} places, which are no square")
+    if type(size) is not int:
+        size = options.input_size
+    if size is None or size < 1:
+        raise InputError(f"{source.path} does not say the size of its latents: give --size, 32 for 256 pixels")
+    return size
+
+
+def keep_channels(ledger: Ledger, sizes: Sizes, negated: bool = False) -> None:
+    """Keep the rows of the last layer that make the prediction; those of the learned sigma come after."""
+    trunk = sizes.trunk
+    for target in ("out.weight", "out.bias"):
+        rows, how = ledger.filled[target], ledger.used[target]["how"]
+        if sizes.out_channels != trunk.in_channels:
+            grid = rows.unflatten(0, (trunk.patch_size**2, sizes.out_channels))
+            rows, how = grid[:, : trunk.in_channels].flatten(0, 1), "first channels"
+        ledger.change(target, -rows if negated else rows, "first channels negated" if negated else how)
+
+
+def take_positions(ledger: Ledger, sizes: Sizes, step: float | None = None) -> None:
+    """Fill the sines and cosines: the file's, or where it has none of this size, computed `step` apart."""
+    positions = ledger.source.get("pos_embed")
+    if positions is not None and not sizes.resized:
+        ledger.fill("positions", positions.float().flatten(0, -2), "pos_embed")
+        return
+    trunk = sizes.trunk
+    if positions is not None:
+        ledger.drop("pos_embed", f"it is of latents {sizes.source_size} a side, not {trunk.input_size}")
+    side = trunk.input_size // trunk.patch_size
+    apart = "" if step is None else f", {step:g} apart"
+    values = sincos_positions(trunk.hidden_size, side, 1.0 if step is None else step)
+    ledger.start("positions", values, f"sines and cosines{apart}")
+
+
+def build_network(kind: type[Network], config: Any, ledger: Ledger) -> Network:
+    """A network of the weights in the ledger, which must be all of them."""
+    with torch.device("meta"):
+        network = kind(config)
+    network.load_state_dict(ledger.close(network.state_dict()), assign=True)
+    return network.eval()
 
 
 def spacing_of(positions: Tensor) -> float | None:
@@ -231,42 +245,3 @@ def check_free(out: Path, ours: Collection[str], mark: str) -> None:
     found = {path.name for path in out.iterdir()} if out.exists() else set()
     if found and (mark not in found or found - set(ours)):
         raise InputError(f"--out {out} holds something else than an earlier conversion: choose another folder")
-
-
-def objective_of(wanted: Wanted, own: Objective) -> Objective:
-    return own if wanted.objective is None else get_objective(wanted.objective)
-
-
-def build_network(network: DiT | Router, ledger: Ledger) -> None:
-    """Give a network that has no memory yet its weights."""
-    network.load_state_dict(ledger.close(network.state_dict()), assign=True)
-    network.eval()
-
-
-@dataclass(frozen=True)
-class Start:
-    """Weights that have no counterpart in a source, drawn as a new expert's are."""
-
-    seed: int
-    generator: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
-
-    def normal(self, *shape: int, std: float = 0.02) -> Tensor:
-        return std * torch.randn(*shape, generator=self.generator)
-
-    def xavier(self, rows: int, columns: int) -> Tensor:
-        bound = math.sqrt(6 / (rows + columns))
-        return bound * (2 * torch.rand(rows, columns, generator=self.generator) - 1)
-
-    def silent_text(self, ledger: Ledger, text_dim: int, width: int, depth: int) -> None:
-        """A text projection N(0, 0.02) and cross-attention whose output is zero: the text is not heard at first."""
-        ledger.start("text_embed.weight", self.normal(width, text_dim), "N(0, 0.02), as in Eq. 19")
-        ledger.start("text_embed.bias", torch.zeros(width), "zero")
-        for i in range(depth):
-            for name, rows in (("q", width), ("kv", 2 * width)):
-                ledger.start(f"blocks.{i}.cross.{name}.weight", self.xavier(rows, width), "uniform (Xavier)")
-                ledger.start(f"blocks.{i}.cross.{name}.bias", torch.zeros(rows), "zero")
-            ledger.start(f"blocks.{i}.cross.out.weight", torch.zeros(width, width), "zero: the text is silent at first")
-            ledger.start(f"blocks.{i}.cross.out.bias", torch.zeros(width), "zero: the text is silent at first")

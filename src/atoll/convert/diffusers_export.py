@@ -1,6 +1,6 @@
 """An expert as diffusers' PixArtTransformer2DModel: a folder that its from_pretrained loads, with the same outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.convert.common import check_free, spacing_of
+from atoll.convert.tables import DIFFUSERS_PIXART
 from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT, sincos_positions
 from atoll.networks.stored import CONFIG
@@ -16,17 +17,6 @@ from atoll.storage import read_json, write_json, write_whole
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ABOUT = "atoll.json"
-LAYERS = {  # ours: theirs
-    "time_embed.mlp.0": "adaln_single.emb.timestep_embedder.linear_1",
-    "time_embed.mlp.2": "adaln_single.emb.timestep_embedder.linear_2",
-    "time_block": "adaln_single.linear",
-    "out": "proj_out",
-}
-MLP_TEXT = {"text_embed.0": "caption_projection.linear_1", "text_embed.2": "caption_projection.linear_2"}
-BLOCK_LAYERS = {
-    "attention.out": "attn1.to_out.0", "cross.q": "attn2.to_q", "cross.out": "attn2.to_out.0",
-    "mlp.0": "ff.net.0.proj", "mlp.2": "ff.net.2",
-}  # fmt: skip
 
 
 def export(expert: str | Path, out: str | Path) -> list[str]:
@@ -39,7 +29,7 @@ def export(expert: str | Path, out: str | Path) -> list[str]:
     network = DiT.from_pretrained(expert, dtype=torch.float32)
     spacing = check_expressible(network, str(expert))
     folder, card = Path(out), network.card
-    weights = {name: value.contiguous() for name, value in translate(network).items()}
+    weights = {name: value.clone() for name, value in translate(network).items()}
     write_whole(folder / WEIGHTS, lambda staged: save_file(weights, staged, metadata={"format": "pt"}))
     about = {
         "made_by": "atoll convert --to diffusers",
@@ -107,44 +97,21 @@ def _config(network: DiT, spacing: float) -> dict[str, Any]:
 
 def translate(network: DiT) -> dict[str, Tensor]:
     """Their state dict. A linear text projection has no place there: it goes into the keys and values of each block."""
-    ours, config = dict(network.state_dict()), network.config
+    ours, config = network.state_dict(), network.config
     theirs: dict[str, Tensor] = {}
-    layers = dict(LAYERS)
-    width = config.hidden_size
-    patch = ours.pop("patch_embed.weight")
-    theirs["pos_embed.proj.weight"] = patch.unflatten(1, (config.in_channels, config.patch_size, config.patch_size))
-    theirs["pos_embed.proj.bias"] = ours.pop("patch_embed.bias")
-    theirs["scale_shift_table"] = ours.pop("out_modulation")
     del ours["positions"]
-    text: tuple[Tensor, Tensor] | None = None
-    if config.text_projection == "mlp":
-        layers |= MLP_TEXT
-    else:
-        text = ours.pop("text_embed.weight").double(), ours.pop("text_embed.bias").double()
-    for i in range(config.depth):
-        block, target = f"blocks.{i}", f"transformer_blocks.{i}"
-        layers |= {f"{block}.{name}": f"{target}.{other}" for name, other in BLOCK_LAYERS.items()}
-        theirs[f"{target}.scale_shift_table"] = ours.pop(f"{block}.modulation")
-        kv = ours.pop(f"{block}.cross.kv.weight"), ours.pop(f"{block}.cross.kv.bias")
-        if text is not None:
-            kv = _after(kv, text)
-        for kind, value in zip(("weight", "bias"), kv, strict=True):
-            qkv = ours.pop(f"{block}.attention.qkv.{kind}")
-            _split(theirs, f"{target}.attn1", ("to_q", "to_k", "to_v"), kind, qkv, width)
-            _split(theirs, f"{target}.attn2", ("to_k", "to_v"), kind, value, width)
-    for name, other in layers.items():
-        for kind in ("weight", "bias"):
-            theirs[f"{other}.{kind}"] = ours.pop(f"{name}.{kind}")
+    ours["patch_embed.weight"] = ours["patch_embed.weight"].unflatten(1, (config.in_channels, *[config.patch_size] * 2))
+    if config.text_projection == "linear":
+        weight, bias = ours.pop("text_embed.weight").double(), ours.pop("text_embed.bias").double()
+        for i in range(config.depth):
+            name = f"blocks.{i}.cross.kv"
+            after = ours[f"{name}.weight"].double()
+            ours[f"{name}.bias"] = (ours[f"{name}.bias"].double() + after @ bias).float()
+            ours[f"{name}.weight"] = (after @ weight).float()
+    for rule in DIFFUSERS_PIXART.rules:
+        for target, keys in rule.at(config.depth):
+            if target.startswith("text_embed") and config.text_projection == "linear":
+                continue
+            theirs |= zip(keys, ours.pop(target).chunk(len(keys)), strict=True)
     assert not ours, sorted(ours)
     return theirs
-
-
-def _after(layer: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two linear layers as one."""
-    weight, bias = layer[0].double(), layer[1].double()
-    return (weight @ first[0]).float(), (bias + weight @ first[1]).float()
-
-
-def _split(theirs: dict[str, Tensor], name: str, parts: Sequence[str], kind: str, value: Tensor, width: int) -> None:
-    for part, rows in zip(parts, value.split(width), strict=True):
-        theirs[f"{name}.{part}.{kind}"] = rows.clone()

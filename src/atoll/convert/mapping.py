@@ -1,11 +1,13 @@
 """A conversion as a table: what of the source became what of the network, with nothing left over on either side."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from atoll.errors import InputError, printable
 
@@ -16,19 +18,38 @@ class Rule(NamedTuple):
     target: str
     sources: tuple[str, ...]
     change: Callable[[Tensor], Tensor] | None = None
+    how: str = "copied"
+
+    def at(self, depth: int) -> Iterator[tuple[str, list[str]]]:
+        """The target and its sources, in every block where the target is a part of one."""
+        for i in range(depth if "{i}" in self.target else 1):
+            yield self.target.replace("{i}", str(i)), [key.replace("{i}", str(i)) for key in self.sources]
 
 
-def linear(target: str, *sources: str, change: Callable[[Tensor], Tensor] | None = None) -> tuple[Rule, Rule]:
-    """The rules for weight and bias of a linear layer."""
-    weight, bias = (
-        Rule(f"{target}.{part}", tuple(f"{source}.{part}" for source in sources), change) for part in ("weight", "bias")
+class Layer(NamedTuple):
+    """A linear layer's weights."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def layers(table: Mapping[str, str | tuple[str, ...]]) -> tuple[Rule, ...]:
+    """The rules for weights and biases of linear layers, from a table of the network's and the source's names."""
+    pairs = [(target, (names,) if isinstance(names, str) else names) for target, names in table.items()]
+    return tuple(
+        Rule(f"{target}.{part}", tuple(f"{name}.{part}" for name in names))
+        for target, names in pairs
+        for part in ("weight", "bias")
     )
-    return weight, bias
 
 
-def flat(weight: Tensor) -> Tensor:
+def patches(source: str) -> tuple[Rule, Rule]:
     """A convolution over patches as a linear layer: its kernels are (C, p, p), as our patches are."""
-    return weight.flatten(1) if weight.dim() == 4 else weight
+    weight, bias = layers({"patch_embed": source})
+    return weight._replace(change=lambda kernel: kernel.flatten(1) if kernel.dim() == 4 else kernel, how="flat"), bias
 
 
 @dataclass
@@ -42,11 +63,17 @@ class Ledger:
     dropped: dict[str, str] = field(default_factory=dict)  # source: why
     started: dict[str, str] = field(default_factory=dict)  # target: how
 
-    def take(self, key: str) -> Tensor:
-        """A weight of the source in single precision."""
+    def take(self, key: str, *shape: int) -> Tensor:
+        """A weight of the source in single precision, of this shape if one is given."""
         if key not in self.source:
             raise InputError(f"{self.name} lacks {key}: it is of another architecture, or not all of it is there")
-        return self.source[key].float()
+        weight = self.source[key]
+        if shape and weight.shape != shape:
+            raise InputError(f"{key} in {self.name} has shape {list(weight.shape)}, not {list(shape)}: it is damaged")
+        return weight.float()
+
+    def take_layer(self, name: str, rows: int, columns: int) -> Layer:
+        return Layer(self.take(f"{name}.weight", rows, columns), self.take(f"{name}.bias", rows))
 
     def fill(self, target: str, value: Tensor, *sources: str, how: str = "copied") -> None:
         assert target not in self.filled, target
@@ -63,22 +90,27 @@ class Ledger:
         self.take(key)
         self.dropped[key] = why
 
-    def apply(self, rules: Iterable[Rule], depth: int) -> None:
+    def change(self, target: str, value: Tensor, how: str, *sources: str) -> None:
+        """Replace what a rule has filled, with these more sources."""
+        self.filled[target] = value
+        self.used[target] = {"from": [*self.used[target]["from"], *sources], "how": how}
+
+    def apply(self, rules: Sequence[Rule]) -> int:
+        """Fill what the rules are for, in all blocks; returns how many blocks the source has."""
+        block = next(rule.sources[0] for rule in rules if "{i}" in rule.target)
+        depth = max(1, next(i for i in count() if block.replace("{i}", str(i)) not in self.source))
         for rule in rules:
-            for i in range(depth if "{i}" in rule.target else 1):
-                sources = [key.replace("{i}", str(i)) for key in rule.sources]
-                parts = [self.take(key) for key in sources]
+            for target, keys in rule.at(depth):
+                parts = [self.take(key) for key in keys]
                 if len({part.shape[1:] for part in parts}) > 1 or not all(part.dim() for part in parts):
-                    raise InputError(f"{' and '.join(sources)} in {self.name} do not fit together")
+                    raise InputError(f"{' and '.join(keys)} in {self.name} do not fit together")
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
-                changed = value if rule.change is None else rule.change(value)
-                how = "copied" if rule.change is None or changed is value else rule.change.__name__.replace("_", " ")
-                self.fill(rule.target.replace("{i}", str(i)), changed, *sources, how=how)
+                self.fill(target, value if rule.change is None else rule.change(value), *keys, how=rule.how)
+        return depth
 
     def close(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All weights of the network, if every key on both sides is accounted for and every shape is right."""
-        used = {key for entry in self.used.values() for key in entry["from"]}
-        left = sorted(set(self.source) - used - set(self.dropped))
+        left = sorted(set(self.source) - self.consumed - set(self.dropped))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise InputError(
@@ -88,10 +120,10 @@ class Ledger:
         for target, value in self.filled.items():
             if value.shape != expected[target].shape:
                 where = ", ".join(self.used.get(target, {}).get("from", [])) or target
-                wanted = list(expected[target].shape)
-                raise InputError(f"{where} of {self.name} gives shape {list(value.shape)}, not {wanted}: it is damaged")
+                shape = list(expected[target].shape)
+                raise InputError(f"{where} of {self.name} gives shape {list(value.shape)}, not {shape}: it is damaged")
         return {target: self.filled[target].contiguous() for target in expected}
 
-    def table(self) -> dict[str, Any]:
-        """For the report."""
-        return {"consumed": self.used, "dropped": self.dropped, "initialised": self.started}
+    @property
+    def consumed(self) -> set[str]:
+        return {key for entry in self.used.values() for key in entry["from"]}

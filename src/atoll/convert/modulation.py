@@ -13,12 +13,12 @@ can follow the last scale and serve the shift as well. docs/convert.md has the f
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from atoll.convert.mapping import Layer
 from atoll.errors import InputError, unknown
 from atoll.networks.dit import frequencies
 
@@ -31,16 +31,6 @@ ALLOWED = 0.05  # of what is fitted: so much may be lost for weights as small as
 KEEP = 0.01  # how strongly tau is held to the source's, against what the output layer asks of it
 GROUPS = ((0, 1), (2,), (3, 4), (5,))  # shift and scale of attention, its gate, those of the MLP, its gate
 PIXART_TIME = 500 / 999  # where PixArt-alpha matches the modulation of the DiT it starts from
-
-
-class Layer(NamedTuple):
-    """A linear layer's weights."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, eq=False)

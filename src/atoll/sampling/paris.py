@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from atoll.convert import convert, save
-from atoll.convert.common import Wanted
+from atoll.convert.common import Options
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
@@ -16,7 +16,7 @@ from atoll.sampling.assemble import ROUTER, assemble, check_free
 from atoll.storage import real_path, reason_of, resolved
 
 
-def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted()) -> Sequence[str]:  # noqa: B008
+def assemble_paris(folder: str | Path, out: str | Path, options: Options = Options()) -> Sequence[str]:  # noqa: B008
     """Convert each part in its turn, one in memory at a time, and make a model of them; what to tell."""
     folder, out = Path(folder), resolved(out)
     experts = sorted(
@@ -43,7 +43,7 @@ def assemble_paris(folder: str | Path, out: str | Path, wanted: Wanted = Wanted(
             space = {"text_encoder": texts.describe()}
             for path in tqdm([*experts, folder / ROUTER], unit=" parts", disable=None, leave=False):
                 is_router = path.name == ROUTER
-                made = convert(path, replace(wanted, objective=None) if is_router else wanted)
+                made = convert(path, replace(options, objective=None) if is_router else options)
                 for note in made.notes:
                     notes.setdefault(note, []).append(path.name)
                 config = made.network.config

@@ -1,0 +1,164 @@
+"""Which weights of the network are which of a published checkpoint's, format by format."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from atoll.convert.mapping import Rule, layers, patches
+
+_ORIGINAL_TRUNK = (  # facebookresearch's DiT, from which SiT and PixArt-alpha descend
+    *patches("x_embedder.proj"),
+    *layers({
+        "blocks.{i}.attention.qkv": "blocks.{i}.attn.qkv",
+        "blocks.{i}.attention.out": "blocks.{i}.attn.proj",
+        "blocks.{i}.mlp.0": "blocks.{i}.mlp.fc1",
+        "blocks.{i}.mlp.2": "blocks.{i}.mlp.fc2",
+        "out": "final_layer.linear",
+    }),
+)  # fmt: skip
+_BLOCK = "transformer_blocks.{i}"
+_DIFFUSERS_TRUNK = (
+    *patches("pos_embed.proj"),
+    *layers({
+        "blocks.{i}.attention.qkv": (f"{_BLOCK}.attn1.to_q", f"{_BLOCK}.attn1.to_k", f"{_BLOCK}.attn1.to_v"),
+        "blocks.{i}.attention.out": f"{_BLOCK}.attn1.to_out.0",
+        "blocks.{i}.mlp.0": f"{_BLOCK}.ff.net.0.proj",
+        "blocks.{i}.mlp.2": f"{_BLOCK}.ff.net.2",
+    }),
+)  # fmt: skip
+
+
+class DiTKeys(NamedTuple):
+    """Class-conditional DiT: what is copied, and where it has the modulation, which is fitted."""
+
+    rules: tuple[Rule, ...]
+    time: tuple[str, str]  # both layers of the time MLP
+    labels: str
+    block: str  # a block's map of time and class
+    last: str  # the output's
+    frequency_shift: int
+
+
+DIT = DiTKeys(
+    rules=_ORIGINAL_TRUNK,
+    time=("t_embedder.mlp.0", "t_embedder.mlp.2"),
+    labels="y_embedder.embedding_table.weight",
+    block="blocks.{i}.adaLN_modulation.1",
+    last="final_layer.adaLN_modulation.1",
+    frequency_shift=0,
+)
+_CLASS_TIME = f"{_BLOCK}.norm1.emb"
+DIFFUSERS_DIT = DiTKeys(
+    rules=(*_DIFFUSERS_TRUNK, *layers({"out": "proj_out_2"})),
+    time=(f"{_CLASS_TIME}.timestep_embedder.linear_1", f"{_CLASS_TIME}.timestep_embedder.linear_2"),
+    labels=f"{_CLASS_TIME}.class_embedder.embedding_table.weight",
+    block=f"{_BLOCK}.norm1.linear",
+    last="proj_out_1",
+    frequency_shift=1,
+)
+
+
+class PixArtKeys(NamedTuple):
+    """PixArt-alpha: all of it is copied, but for what it sees of the image's size."""
+
+    rules: tuple[Rule, ...]
+    resolution: tuple[str, str]  # both layers of an MLP, which the 1024-pixel model has
+    aspect_ratio: tuple[str, str]
+    null: str = ""  # the embedding of no text
+
+
+PIXART = PixArtKeys(
+    rules=(
+        *_ORIGINAL_TRUNK,
+        *layers({
+            "time_embed.mlp.0": "t_embedder.mlp.0",
+            "time_embed.mlp.2": "t_embedder.mlp.2",
+            "time_block": "t_block.1",
+            "text_embed.0": "y_embedder.y_proj.fc1",
+            "text_embed.2": "y_embedder.y_proj.fc2",
+            "blocks.{i}.cross.q": "blocks.{i}.cross_attn.q_linear",
+            "blocks.{i}.cross.kv": "blocks.{i}.cross_attn.kv_linear",
+            "blocks.{i}.cross.out": "blocks.{i}.cross_attn.proj",
+        }),
+        Rule("blocks.{i}.modulation", ("blocks.{i}.scale_shift_table",)),
+        Rule("out_modulation", ("final_layer.scale_shift_table",)),
+    ),
+    resolution=("csize_embedder.mlp.0", "csize_embedder.mlp.2"),
+    aspect_ratio=("ar_embedder.mlp.0", "ar_embedder.mlp.2"),
+    null="y_embedder.y_embedding",
+)  # fmt: skip
+_TIME = "adaln_single.emb"
+DIFFUSERS_PIXART = PixArtKeys(
+    rules=(
+        *_DIFFUSERS_TRUNK,
+        *layers({
+            "time_embed.mlp.0": f"{_TIME}.timestep_embedder.linear_1",
+            "time_embed.mlp.2": f"{_TIME}.timestep_embedder.linear_2",
+            "time_block": "adaln_single.linear",
+            "text_embed.0": "caption_projection.linear_1",
+            "text_embed.2": "caption_projection.linear_2",
+            "blocks.{i}.cross.q": f"{_BLOCK}.attn2.to_q",
+            "blocks.{i}.cross.kv": (f"{_BLOCK}.attn2.to_k", f"{_BLOCK}.attn2.to_v"),
+            "blocks.{i}.cross.out": f"{_BLOCK}.attn2.to_out.0",
+            "out": "proj_out",
+        }),
+        Rule("blocks.{i}.modulation", (f"{_BLOCK}.scale_shift_table",)),
+        Rule("out_modulation", ("scale_shift_table",)),
+    ),
+    resolution=(f"{_TIME}.resolution_embedder.linear_1", f"{_TIME}.resolution_embedder.linear_2"),
+    aspect_ratio=(f"{_TIME}.aspect_ratio_embedder.linear_1", f"{_TIME}.aspect_ratio_embedder.linear_2"),
+)  # fmt: skip
+
+
+def _first_third(rows: Tensor) -> Tensor:
+    return rows[: len(rows) // 3]
+
+
+def _rest(rows: Tensor) -> Tensor:
+    return rows[len(rows) // 3 :]
+
+
+def _by_place(positions: Tensor) -> Tensor:
+    return positions.flatten(0, -2)
+
+
+_PARTS = ("weight", "bias")
+_PARIS_TRUNK = (
+    *patches("patch_embed"),
+    Rule("positions", ("pos_embed",), _by_place),
+    *layers({
+        "time_embed.mlp.0": "time_embed.mlp.0",
+        "time_embed.mlp.2": "time_embed.mlp.2",
+        "blocks.{i}.attention.out": "layers.{i}.attn.out_proj",
+        "blocks.{i}.mlp.0": "layers.{i}.mlp.0",
+        "blocks.{i}.mlp.2": "layers.{i}.mlp.2",
+    }),
+    # torch's nn.MultiheadAttention has queries, keys and values in one weight
+    *(Rule(f"blocks.{{i}}.attention.qkv.{part}", (f"layers.{{i}}.attn.in_proj_{part}",)) for part in _PARTS),
+)  # fmt: skip
+PARIS_EXPERT = (
+    *_PARIS_TRUNK,
+    *layers({
+        "time_block": "t_block.1",
+        "text_embed": "text_proj",
+        "blocks.{i}.cross.out": "layers.{i}.cross_attn.out_proj",
+        "out": "final_layer.linear",
+    }),
+    *(
+        Rule(f"blocks.{{i}}.cross.{name}.{part}", (f"layers.{{i}}.cross_attn.in_proj_{part}",), cut, how)
+        for part in _PARTS
+        for name, cut, how in (("q", _first_third, "its first third"), ("kv", _rest, "its last two thirds"))
+    ),
+    Rule("blocks.{i}.modulation", ("layers.{i}.scale_shift_table",)),
+    Rule("out_modulation", ("final_layer.scale_shift_table",)),
+)  # fmt: skip
+PARIS_ROUTER = (
+    *_PARIS_TRUNK,
+    *layers({
+        "blocks.{i}.time_block": "layers.{i}.adaLN_modulation.1",
+        "head.0": "head.0",
+        "head.2": "head.2",
+        "head.4": "head.4",
+    }),
+    Rule("class_token", ("cls_token",), Tensor.flatten),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""`atoll convert`: a published checkpoint as an expert of a data set, as a model, or an expert for diffusers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from atoll.convert import Converted, Options, check_out, convert, describe, save
+from atoll.convert.diffusers_export import export
+from atoll.data.shards import Dataset
+from atoll.data.view import Rows
+from atoll.diffusion.transfer import Calibration
+from atoll.encoders.text import TextEncoder, load_text_encoder
+from atoll.errors import InputError
+from atoll.networks.text_prior import TextPrior
+from atoll.sampling.paris import assemble_paris
+from atoll.storage import resolved
+from atoll.training.calibrate import judge
+
+
+def convert_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    options: Options,
+    to: str = "expert",
+    data: Path | None = None,
+    cluster: int | None = None,
+    calibrate: int = 128,
+) -> Sequence[str]:
+    """Convert to an expert, to diffusers or to a model of all of Paris; returns what to print.
+
+    With `data`, an expert of this data set's latents, prompts and cluster, which can be assembled with others.
+    """
+    if to != "expert" and (data is not None or cluster is not None):
+        raise InputError(f"--data and --cluster are for --to expert, not --to {to}: leave them out")
+    if options.as_is and (options.text_dim is not None or options.fit != "curve"):
+        raise InputError("--text-dim and --fit are for an expert that shall read text: leave them out with --as-is")
+    if calibrate < 0:
+        raise InputError(f"--calibrate must be 0 or more, but is {calibrate}")
+    checkpoint = resolved(checkpoint)  # a link is followed, for the user has named it
+    if resolved(out) in (checkpoint, *checkpoint.parents):
+        raise InputError(f"--out {out} holds the checkpoint itself: choose another folder")
+    if to == "diffusers":
+        if options != Options():
+            raise InputError("--to diffusers takes an expert as it is: leave out everything but --out")
+        return export(checkpoint, out)
+    if to == "model":
+        return assemble_paris(checkpoint, out, options)
+    check_out(out)
+    if data is not None:
+        return _convert_for(data, cluster, checkpoint, out, options, calibrate)
+    if cluster is not None:
+        raise InputError("--cluster is of a data set: give it with --data")
+    converted = convert(checkpoint, options)
+    save(converted, out)
+    next_step = f"next: atoll train DATA --cluster K --init {out} --out EXPERT"
+    if options.as_is:
+        next_step = "next: give --data as well, and it can be assembled with other experts"
+    return _told(converted, out, next_step)
+
+
+def _convert_for(
+    data: Path, cluster: int | None, checkpoint: Path, out: Path, options: Options, calibrate: int
+) -> list[str]:
+    dataset, text = Dataset.open(data, cluster), load_text_encoder(data)
+    about, shape = dataset.about, dataset.about["latent_shape"]
+    if options.input_size not in (None, shape[1]) or options.text_dim not in (None, text.dim):
+        raise InputError(
+            f"--size and --text-dim are those of {data}, {shape[1]} and {text.dim}: leave them out with --data"
+        )
+    converted = convert(checkpoint, replace(options, text_dim=text.dim, input_size=shape[1]))
+    config = converted.network.config
+    if [config.in_channels, config.input_size, config.input_size] != list(shape):
+        raise InputError(f"{checkpoint} takes {config.in_channels} channels, but the latents of {data} are {shape}")
+    if config.text_dim not in (None, text.dim):
+        raise InputError(f"{checkpoint} reads text {config.text_dim} wide, but that of {data} is {text.dim} wide")
+    space = {"latent_space": {"shape": list(shape), "codec": about["codec"]}, "text_encoder": about["text"]}
+    calibration = _calibration(converted, dataset, text, calibrate) if options.as_is and calibrate > 0 else None
+    save(converted, out, space, {"name": about["source"]["name"], "cluster": cluster}, calibration)
+    next_step = f"next: atoll assemble {out} ... --data {data} --out MODEL"
+    if any(name.startswith("text_embed") for name in converted.ledger.started):
+        next_step = f"next: atoll train {data} --cluster K --init {out} --out EXPERT"
+    return _told(converted, out, next_step)
+
+
+def _told(converted: Converted, out: Path, next_step: str) -> list[str]:
+    if converted.objective is None:
+        next_step = f"next: atoll assemble EXPERT ... --router {out} --data DATA --out MODEL"
+    return [*describe(converted, out), next_step]
+
+
+class _WithoutText(nn.Module):
+    """A network that takes no text, called as one that does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, t: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        prediction: Tensor = self.network(x, t)
+        return prediction
+
+
+def _calibration(converted: Converted, data: Dataset, text: TextEncoder, num: int) -> Calibration:
+    """How far the x0 of a network without text can be trusted, on held-out images of the data it shall answer for."""
+    assert converted.objective is not None
+    rows, nothing = Rows(data), torch.zeros(text.dim)
+    prior = TextPrior(rows.mean.float(), torch.zeros(text.dim, *rows.shape), nothing, nothing, 0.0)
+    network = _WithoutText(converted.network)
+    with torch.no_grad():
+        judgement = judge(network, converted.objective, rows, text, torch.device("cpu"), num, min(num, 16), prior)
+    return judgement.calibration
