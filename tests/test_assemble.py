@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.cards import ModelIndex
 from atoll.cli.main import main
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
@@ -20,7 +21,7 @@ from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
 from atoll.sampling import assemble as module
-from atoll.sampling.assemble import ModelIndex, assemble, copy_model, find_model, objective_name
+from atoll.sampling.assemble import assemble, copy_model, find_model, objective_name
 from atoll.training import expert as expert_module
 from atoll.training import router as router_module
 from atoll.training.expert import train_expert
@@ -136,16 +137,16 @@ class TestWhole:
 
     def test_a_monolith_needs_no_router(self, data, run, tmp_path):
         index = assemble([run / "monolith"], None, tmp_path / "model", data)
-        assert (index.num_experts, index.router, index.experts[0]["cluster"]) == (1, None, None)
+        assert (index.num_experts, index.router, index.experts[0].cluster) == (1, None, None)
 
     def test_one_expert_alone(self, data, run, tmp_path):
         index = assemble([run / "expert_1"], None, tmp_path / "model", data)
         assert index.objectives == ("ddpm",)
-        assert index.experts[0]["cluster"] == 1
+        assert index.experts[0].cluster == 1
 
     def test_a_router_from_centroids(self, data, run, tmp_path):
         index = assemble([run], run / "centroids", tmp_path / "model", data)
-        assert index.router["model"] == "CentroidRouter"
+        assert index.router.model == "CentroidRouter"
 
     def test_licences(self, data, mine, tmp_path):
         edit(mine / "expert_0", "license", value="CC-BY-4.0")
@@ -159,7 +160,7 @@ class TestWhole:
 
     def test_nothing_about_the_data(self, data, mine, tmp_path):
         edit(mine / "monolith", "data", value=None)
-        assert assemble([mine / "monolith"], None, tmp_path / "model", data).experts[0]["cluster"] is None
+        assert assemble([mine / "monolith"], None, tmp_path / "model", data).experts[0].cluster is None
 
     def test_the_command(self, data, run, tmp_path, capsys):
         main(["assemble", str(run), "--data", str(data), "--out", str(tmp_path / "model")])
@@ -232,14 +233,14 @@ class TestRefused:
         ("part", "keys", "value", "sentence"),
         [
             ("expert_1", ("data",), [1], "its 'data' must be a table of keys and values, but is .1."),
-            ("expert_1", ("data", "cluster"), "1", "its 'cluster' must be a whole number or null, but is '1'"),
-            ("expert_1", ("latent_space", "codec"), "x", "its 'codec' must be a table of keys and values, but is 'x'"),
+            ("expert_1", ("data", "cluster"), "1", "its 'data.cluster' must be a whole number, but is '1'"),
+            ("expert_1", ("latent_space", "codec"), "x", "its 'latent_space.codec' must be a table of keys and values"),
             ("expert_1", ("license",), 5, "its 'license' must be a text, but is 5"),
-            ("router", ("latent_space", "codec"), None, "its 'codec' must be a table"),
-            ("router", ("latent_space", "shape"), 4, "its 'shape' must be a list, but is 4"),
+            ("router", ("latent_space", "codec"), None, "its 'latent_space.codec' must be a table"),
+            ("router", ("latent_space", "shape"), 4, "its 'latent_space.shape' must be a list, but is 4"),
             ("router", ("latent_space",), [], "its 'latent_space' must be a table"),
             ("router", ("text_encoder",), "x", "its 'text_encoder' must be a table"),
-            ("router", ("temperature",), -1, "its 'temperature' is -1"),
+            ("router", ("temperature",), -1, "its 'temperature' must be greater than 0, but is -1"),
         ],
     )
     def test_damaged_cards(self, data, mine, tmp_path, part, keys, value, sentence):
@@ -248,14 +249,14 @@ class TestRefused:
 
     def test_another_size(self, data, mine, tmp_path, monkeypatch):
         """The same codec, but pictures twice as wide."""
-        found = module._about_expert
+        found = module._read_expert
 
-        def wider(folder: Path) -> dict:
-            card = found(folder)
-            space = {**card["latent_space"], "shape": [12, 8, 8]}
-            return {**card, "latent_space": space} if folder.name == "expert_1" else card
+        def wider(folder: Path) -> tuple:
+            card, objective = found(folder)
+            space = card.latent_space.model_copy(update={"shape": [12, 8, 8]})
+            return (card.model_copy(update={"latent_space": space}) if folder.name == "expert_1" else card), objective
 
-        monkeypatch.setattr(module, "_about_expert", wider)
+        monkeypatch.setattr(module, "_read_expert", wider)
         sentence = r"expert_1 does not fit: it takes latents \[12, 8, 8\], not \[12, 4, 4\]"
         self.refused(sentence, tmp_path, [mine], None, data)
 
@@ -361,7 +362,7 @@ class TestReplaced:
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(module, "_digest", interrupted)
+        monkeypatch.setattr(module, "file_digest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             assemble([run], None, tmp_path / "model", data)
         assert ModelIndex.read(tmp_path / "model") == index
@@ -390,6 +391,13 @@ module.assemble([sys.argv[1]], None, sys.argv[3], sys.argv[2])
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+CODEC = {"spec": "pca:8x12", "dtype": "float32", "fingerprint": "0", "channels": 12, "factor": 8}
+
+
+def entry(cluster: int, **changes: object) -> dict[str, object]:
+    return {"folder": f"expert_{cluster}", "cluster": cluster, "objective": {"name": "fm"}, **changes}
+
+
 class TestIndex:
     @pytest.fixture
     def model(self, data, run, tmp_path) -> Path:
@@ -410,29 +418,27 @@ class TestIndex:
             ({"hash": "0"}, "was altered"),
             ({"files": {"../../etc/passwd": "0"}}, "must be named as FOLDER/NAME"),
             ({"experts": [{"folder": "../x"}, None, None]}, "must be a plain name"),
-            ({"experts": [None, None, {"folder": "expert_2"}]}, "damaged"),
-            ({"latent_space": {}}, "latent_space in model_index.json is damaged, it lacks 'codec'"),
+            ({"experts": [None, None, {"folder": "expert_2"}]}, "it lacks 'cluster' of 'experts.2'"),
+            ({"latent_space": {}}, "it lacks 'shape' of 'latent_space'"),
             ({"latent_space": [1]}, "its 'latent_space' must be a table"),
-            ({"latent_space": {"codec": None, "shape": [12, 4, 4]}}, "its 'codec' must be a table"),
-            ({"latent_space": {"codec": "x", "shape": [12, 4, 4]}}, "its 'codec' must be a table .* but is 'x'"),
-            ({"latent_space": {"codec": {}, "shape": 4}}, "its 'shape' must be a list, but is 4"),
-            ({"latent_space": {"codec": {}, "shape": [1, "a", 2]}}, "its 'shape' must be three whole numbers"),
+            ({"latent_space": {"codec": None, "shape": [12, 4, 4]}}, "its 'latent_space.codec' must be a table"),
+            ({"latent_space": {"codec": {}, "shape": 4}}, "its 'latent_space.shape' must be a list, but is 4"),
+            (
+                {"latent_space": {"codec": {}, "shape": [1, "a", 2]}},
+                "its 'latent_space.shape.1' must be a whole number",
+            ),
+            ({"latent_space": {"codec": CODEC, "shape": [12, 4, 4, 4]}}, "its 'latent_space.shape' must"),
+            ({"latent_space": {"codec": CODEC, "shape": [12, 4096, 4096]}}, "gives images of 32768 pixels a side"),
             ({"text_encoder": None}, "its 'text_encoder' must be a table of keys and values, but is None"),
             ({"text_encoder": "x"}, "its 'text_encoder' must be a table"),
             ({"files": ["a/b"]}, "its 'files' must be a table"),
-            ({"files": {"a/b": 3}}, "its 'a/b' must be a text, but is 3"),
+            ({"files": {"a/b": 3}}, "its 'files.a/b' must be a text, but is 3"),
             ({"experts": 3}, "its 'experts' must be a list, but is 3"),
-            ({"experts": ["x", None, None]}, "there is 'x' in place of a table with 'folder'"),
-            ({"experts": [{"folder": "a", "objective": {"name": "fm"}}, None, None]}, "it lacks 'cluster'"),
-            (
-                {"experts": [{"folder": "a", "cluster": 0, "objective": "fm"}, None, None]},
-                "'objective' must be a table",
-            ),
-            (
-                {"experts": [{"folder": "a", "cluster": k, "objective": {"name": "fm"}} for k in range(3)]},
-                "model_index.json names 'a' for 3 parts",
-            ),
-            ({"router": "router"}, "there is 'router' in place of a table"),
+            ({"experts": ["x", None, None]}, "its 'experts.0' must be a table of keys and values, but is 'x'"),
+            ({"experts": [entry(0, objective="fm"), None, None]}, "its 'experts.0.objective' must be a table"),
+            ({"experts": [entry(0), entry(2), None]}, "has the expert of cluster 2 in the place of 1"),
+            ({"experts": [entry(k, folder="a") for k in range(3)]}, "names 'a' for 3 parts"),
+            ({"router": "router"}, "its 'router' must be a table of keys and values, but is 'router'"),
             ({"license": "mine"}, "was altered"),
         ],
     )

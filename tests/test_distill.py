@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.cards import ModelIndex
 from atoll.cli.main import main
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
@@ -28,7 +29,7 @@ from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
-from atoll.sampling.assemble import ModelIndex, assemble
+from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import Ensemble
 from atoll.sampling.expert import FolderExpert, FunctionExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
@@ -395,7 +396,7 @@ class TestStudent:
         path = tmp_path / "m" / "expert_0" / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "guidance": 3.0}))
         files = {**index.files, "expert_0/config.json": digest(path)}
-        replace(index, files=files).write(tmp_path / "m")
+        index.model_copy(update={"files": files}).write(tmp_path / "m")
         with pytest.warns(UserWarning, match="have learned guidance of 3, 1, 1"):
             pipe = AtollPipeline.from_pretrained(tmp_path / "m")
         assert pipe.guidance == 1

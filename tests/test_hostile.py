@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from atoll import storage as files
+from atoll.cards import ModelIndex
 from atoll.cli.main import main
 from atoll.errors import InputError, printable, shown
 from atoll.networks.centroid_router import CentroidRouter
@@ -21,7 +22,7 @@ from atoll.networks.dit import DiT
 from atoll.networks.router import Router
 from atoll.networks.stored import Stored
 from atoll.sampling import assemble as module
-from atoll.sampling.assemble import ModelIndex, assemble
+from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.tensors import TensorFile, read_tensors
 from test_assemble import edit, parts

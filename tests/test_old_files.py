@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atoll.cards import ModelIndex
 from atoll.cli.main import main
 from atoll.data.shards import Dataset
-from atoll.sampling.assemble import ModelIndex
 from atoll.sampling.pipeline import AtollPipeline
 
 OLD = Path(__file__).parent / "data" / "before_hashes"

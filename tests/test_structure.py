@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "atoll"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-FOUNDATION = {"errors", "config", "storage", "tensors"}  # any part may use them
+FOUNDATION = {"errors", "config", "storage", "tensors", "cards"}  # any part may use them
 LAYERS = [  # each may import those above it
     {"diffusion", "plots"},
     {"networks"},
@@ -31,6 +31,7 @@ CORE = {
     "safetensors",
     "huggingface-hub",
     "pillow",
+    "pydantic",
     "tqdm",
     "tyro",
 }  # the dependencies in pyproject.toml

@@ -34,7 +34,7 @@ def assemble(
     index = put_together(list(experts), router, out, data, allow_missing=allow_missing, without_router=without_router)
     kinds = ", ".join(f"{k} {kind or 'missing'}" for k, kind in enumerate(index.objectives))
     noun = "expert" if index.num_experts == 1 else "experts"
-    shape = "x".join(map(str, index.latent_space["shape"]))
+    shape = "x".join(map(str, index.latent_space.shape))
     print(f"{out}: {index.num_experts} {noun} ({kinds}), latents {shape}, licence {index.license}")
     print(f"hash: {index.hash}")
     print(f'next: atoll sample {out} "a prompt"')

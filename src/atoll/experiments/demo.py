@@ -42,7 +42,8 @@ from atoll.encoders.codecs import load_codec
 from atoll.engines.local import Job, find_slots, run_jobs
 from atoll.engines.train_all import job_of
 from atoll.errors import InputError, shown
-from atoll.experiments.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of, flops_of_step
+from atoll.experiments.flops import flops_of_step
+from atoll.experiments.judge import BATCH, SIZE, Asked, Judge, Kept, are_right, bytes_of
 from atoll.experiments.report import Curve, Gallery, Labelled, Traced, write_report
 from atoll.partition.partition import partition
 from atoll.plots.contact_sheet import draw_grid, save_picture

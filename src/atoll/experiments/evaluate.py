@@ -26,7 +26,8 @@ from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError, plural
 from atoll.experiments.cache import Store, hash_of, write_text
-from atoll.experiments.judge import bytes_of, counting
+from atoll.experiments.flops import counting
+from atoll.experiments.judge import bytes_of
 from atoll.experiments.measure import (
     METRICS,
     MOST_PICTURES,

@@ -45,7 +45,7 @@ from atoll.engines.train_all import job_of
 from atoll.errors import InputError
 from atoll.experiments.cache import write_text
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, Evaluation, Sampling
-from atoll.experiments.judge import flops_of_step
+from atoll.experiments.flops import flops_of_step
 from atoll.experiments.measure import Pictures
 from atoll.experiments.measure import Settings as Measured
 from atoll.experiments.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of

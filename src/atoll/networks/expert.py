@@ -25,6 +25,7 @@ from atoll.storage import reason_of, write_whole
 from atoll.tensors import read_tensors
 
 CALIBRATION = "calibration.safetensors"
+REPORT = "conversion.json"  # of an expert that was made of a published checkpoint
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,23 +6,35 @@ MODEL/router/                    config.json, model.safetensors; one expert need
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 """
 
-import hashlib
-import json
-import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from atoll.config import build
-from atoll.convert import REPORT
+from atoll.cards import (
+    AGAIN,
+    INDEX,
+    MADE,
+    MAX_OTHER,
+    CodecCard,
+    ExpertCard,
+    ExpertEntry,
+    LatentSpace,
+    ModelIndex,
+    ObjectiveName,
+    PartCard,
+    RouterCard,
+    RouterEntry,
+    TextEncoderCard,
+    file_digest,
+    require_fit,
+)
 from atoll.diffusion.objective import OBJECTIVES, Objective
 from atoll.encoders.codecs import FOLDER as CODEC
 from atoll.encoders.codecs import load_codec
@@ -32,143 +44,16 @@ from atoll.encoders.text import TOKENIZER, load_text_encoder
 from atoll.errors import InputError, shown
 from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import DiT
-from atoll.networks.expert import CALIBRATION, Expert
+from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.router import Router
 from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
-from atoll.storage import (
-    alone,
-    check_size,
-    digest_of,
-    known_digest,
-    make_readable,
-    open_regular,
-    read_json,
-    real_path,
-    reason_of,
-    resolved,
-    write_json,
-)
-from atoll.tensors import TensorFile
+from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
-INDEX, ROUTER = "model_index.json", "router"
-FORMAT, CLASS = 1, "AtollPipeline"
+ROUTER = "router"
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its training state stays where it is
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
-MAX_COPIED = 64 << 20  # bytes of a file that is not weights
-MAX_SIDE = 8192  # pixels of a picture
 PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
-MADE = "give a folder that `atoll assemble` has made"
-AGAIN = "copy it again from its source"
-KINDS: dict[Any, str] = {
-    Mapping: "a table of keys and values", list: "a list", str: "a text", int: "a whole number",
-    int | None: "a whole number or null",
-}  # fmt: skip
-
-
-# --- the index ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelIndex:
-    """What model_index.json says."""
-
-    num_experts: int
-    experts: tuple[Mapping[str, Any] | None, ...]  # folder, cluster, objective, license; None: it is missing
-    router: Mapping[str, Any] | None  # folder, model, reads_text, temperature
-    latent_space: Mapping[str, Any]  # as on the experts' cards
-    text_encoder: Mapping[str, Any]
-    license: str
-    files: Mapping[str, str]  # SHA-256 of each, by its path in the folder
-
-    def __post_init__(self) -> None:
-        for name in ("latent_space", "text_encoder", "files"):
-            value_of(vars(self), name, Mapping, INDEX)
-        object.__setattr__(self, "experts", tuple(self.experts))
-        for part in (*self.experts, self.router):
-            if part is not None and not _is_plain(folder := value_of(part, "folder", str, f"a part in {INDEX}")):
-                raise InputError(f"the folder of a part must be a plain name, but is {shown(folder)}")
-        if self.num_experts < 1 or len(self.experts) != self.num_experts:
-            raise InputError(f"num_experts is {shown(self.num_experts)}, but {len(self.experts)} experts are listed")
-        for path in self.files:
-            if len(Path(path).parts) != 2 or not all(map(_is_plain, Path(path).parts)):
-                raise InputError(f"a file must be named as FOLDER/NAME, but one is {shown(path)}")
-            value_of(self.files, path, str, f"the list of files in {INDEX}")
-        for k, part in enumerate(self.experts):
-            if part is not None:
-                about = f"{shown(part['folder'])} in {INDEX}"
-                cluster = value_of(part, "cluster", int | None, about)
-                if self.router is not None and cluster not in (k, None if self.num_experts == 1 else k):
-                    raise InputError(
-                        f"{INDEX} has the expert of cluster {cluster} in the place of {k}, so the router would mistake "
-                        "them: assemble the model again"
-                    )
-                value_of(value_of(part, "objective", Mapping, about), "name", str, about)
-        folders = [part["folder"] for part in (*self.experts, self.router) if part is not None]
-        for name, count in Counter(folders).items():
-            if count > 1:
-                raise InputError(f"{INDEX} names {shown(name)} for {count} parts: assemble the model again")
-        value_of(self.latent_space, "codec", Mapping, f"latent_space in {INDEX}")
-        _, size, _ = shape_of(self.latent_space, f"latent_space in {INDEX}")
-        factor = self.latent_space["codec"].get("factor", 1)
-        if type(factor) not in (int, float) or not 0 < factor * size <= MAX_SIDE:
-            raise InputError(
-                f"the latents in {INDEX} are {shown(size)} wide and the codec's factor is {shown(factor)}, but images "
-                f"have at most {MAX_SIDE} pixels a side: {AGAIN}"
-            )
-
-    @property
-    def hash(self) -> str:
-        """Of the whole model: two models with the same hash have the same files, in the same places."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-    @property
-    def objectives(self) -> tuple[str | None, ...]:
-        """Each expert's by name; None where one is missing."""
-        return tuple(None if part is None else str(part["objective"]["name"]) for part in self.experts)
-
-    def write(self, folder: Path) -> None:
-        values = {"_class_name": CLASS, "format": FORMAT, **asdict(self), "hash": self.hash}
-        write_json(folder / INDEX, values)
-
-    @classmethod
-    def read(cls, folder: Path) -> "ModelIndex":
-        path = folder / INDEX
-        if not path.exists() and (folder / CONFIG).exists():
-            raise InputError(f"{folder} is a part, not a model: run `atoll assemble {folder} --data DATA --out MODEL`")
-        values = read_json(path, MADE, folder)
-        if values.pop("_class_name", None) != CLASS:
-            raise InputError(f"{path} does not describe an {CLASS}: {MADE}")
-        if (found := values.pop("format", None)) != FORMAT:
-            raise InputError(f"{path} has format {shown(found)}, and this version of atoll reads {FORMAT}")
-        promised = values.pop("hash", None)
-        value_of(values, "experts", list, str(path))
-        index = build(cls, values, str(path))
-        if index.hash != promised:
-            raise InputError(f"{path} was altered, its hash is not that of what it says: assemble the model again")
-        return index
-
-    def check_card(self, folder: Path, part: str) -> None:
-        """Refuse a part whose config.json is not the one that was assembled, before any of its weights are read."""
-        if _digest(folder / part / CONFIG, folder) != self.files.get(f"{part}/{CONFIG}"):
-            raise InputError(f"{folder / part} is not the one the model was assembled with: assemble the model again")
-
-    def check_files(self, folder: Path, *parts: str) -> None:
-        """Refuse a part of which any file is not the one that was assembled; each is hashed once and remembered."""
-        for name, expected in self.files.items():
-            if name.partition("/")[0] not in parts:
-                continue
-            if name.endswith(".safetensors"):  # one that claims more than there is memory for is not hashed
-                TensorFile(folder / name, AGAIN, folder).close()
-            if _digest(folder / name, folder, known_digest) != expected:
-                raise InputError(f"{folder / name} is not the file that the model was made of: {AGAIN}")
-
-    def verify(self, folder: str | Path) -> None:
-        """Read every file, and name the first that is not what it was; parts that are missing altogether may be."""
-        folder = Path(folder)
-        for name, expected in self.files.items():
-            path = folder / name
-            if path.parent.is_dir() and (not path.is_file() or _digest(path, folder) != expected):
-                raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
+P = TypeVar("P", bound=PartCard)
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
@@ -180,79 +65,6 @@ def find_model(folder: str | Path, revision: str | None = None) -> Path:
     if isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~" or Path(folder).exists():
         raise InputError(f"{folder} is not a folder: {MADE}, or a hub id")
     return folder_of(folder, revision, PATTERNS)
-
-
-def check_part(
-    path: Path,
-    card: Mapping[str, Any],
-    latent_space: Mapping[str, Any],
-    text_encoder: Mapping[str, Any],
-    model: str | Path,
-) -> None:
-    """Refuse an expert or a router that was made for other latents or other texts than those of `model`."""
-    about = str(path / CONFIG)
-    space = value_of(card, "latent_space", Mapping, about)
-    check_frozen(path, value_of(space, "codec", Mapping, about), latent_space["codec"], "codec", model)
-    if (shape := shape_of(space, about)) != list(latent_space["shape"]):
-        raise InputError(
-            f"{path} does not fit: it takes latents {shape}, not {latent_space['shape']} as the others, "
-            "so give parts that were made from one data set"
-        )
-    if card.get("text_encoder") is not None:  # a router may be blind to the text
-        check_frozen(path, value_of(card, "text_encoder", Mapping, about), text_encoder, "text encoder", model)
-
-
-def check_frozen(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str, model: str | Path) -> None:
-    """Refuse a part whose codec or text encoder is not that of `model`."""
-    if any(theirs.get(key) != ours.get(key) for key in ("fingerprint", "dtype")):
-        one, other = (
-            f"{shown(about.get('spec'))[1:-1]}, {str(about.get('fingerprint'))[:8]}" for about in (theirs, ours)
-        )
-        raise InputError(
-            f"{path} does not fit: its {what} ({one}) is not that of {model} ({other}), "
-            "so give parts that were made from one data set"
-        )
-
-
-def value_of(table: object, key: str, kind: Any, where: str) -> Any:
-    """A value of a table that anyone may have written, if it is of this kind."""
-    if not isinstance(table, Mapping):
-        raise InputError(f"{where} is damaged, there is {shown(table)} in place of a table with {key!r}: {AGAIN}")
-    if key not in table:
-        raise InputError(f"{where} is damaged, it lacks {key!r}: {AGAIN}")
-    value = table[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise InputError(f"{where} is damaged, its {key!r} must be {KINDS[kind]}, but is {shown(value)}: {AGAIN}")
-    return value
-
-
-def shape_of(space: Mapping[str, Any], where: str) -> list[int]:
-    """[C, S, S] of a latent space."""
-    shape: list[int] = value_of(space, "shape", list, where)
-    if len(shape) != 3 or any(type(size) is not int or size < 1 for size in shape):
-        raise InputError(f"{where} is damaged, its 'shape' must be three whole numbers, but is {shown(shape)}: {AGAIN}")
-    return shape
-
-
-def cluster_of(card: Mapping[str, Any], where: str) -> int | None:
-    """Of an expert; None: it was trained on all of the data."""
-    data = {} if card.get("data") is None else value_of(card, "data", Mapping, where)
-    cluster: int | None = value_of({"cluster": None, **data}, "cluster", int | None, where)
-    return cluster
-
-
-def _is_plain(name: object) -> bool:
-    """Whether a name from a file that anyone may have written stays within its folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
-
-
-def _digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = digest_of) -> str:
-    try:
-        if path.suffix != ".safetensors":
-            check_size(path, MAX_COPIED, root)
-        return digest(path, root)
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({reason_of(error)}): {AGAIN}") from error
 
 
 # --- putting one together -----------------------------------------------------------------------------------------
@@ -278,16 +90,24 @@ def assemble(
     if not folders:
         raise InputError("there are no experts: give their folders, or one that `atoll train-all` has made")
     source = _find_data(given, data)
-    latents, texts = load_codec(source).describe(), load_text_encoder(source).describe()
-    cards = {folder: _about_expert(folder) for folder in folders}
-    space: Mapping[str, Any] = {"shape": next(iter(cards.values()))["latent_space"]["shape"], "codec": latents}
-    for folder, card in cards.items():
-        check_part(folder, card, space, texts, source)
+    codec = CodecCard.parse(load_codec(source).describe(), str(source / CODEC))
+    texts = TextEncoderCard.parse(load_text_encoder(source).describe(), str(source / TEXT))
+    cards = {folder: _read_expert(folder) for folder in folders}
+    space = LatentSpace(shape=next(iter(cards.values()))[0].latent_space.shape, codec=codec)
+    for folder, (card, _) in cards.items():
+        require_fit(folder, card, space, texts, source)
+    clusters = {folder: card.cluster for folder, (card, _) in cards.items()}
     place = None if without_router else _find_router(given, router, len(folders))
-    about_router = None if place is None else _about_router(place)
-    if place is not None and about_router is not None:
-        check_part(place, about_router, space, texts, source)
-    ordered = _in_order(cards, about_router, place, allow_missing)
+    ordered, entry = list[Path | None](cards), None
+    if place is not None:
+        network = load_router(place)
+        about = read_part(place, RouterCard)
+        require_fit(place, about, space, texts, source)
+        entry = RouterEntry(
+            folder=ROUTER, model=type(network).__name__, reads_text=network.config.text_dim is not None,
+            temperature=about.temperature,
+        )  # fmt: skip
+        ordered = _in_order(clusters, network.config.num_experts, place, allow_missing)
 
     parts: dict[str, tuple[Path, Sequence[str]]] = {}
     for k, expert in enumerate(ordered):
@@ -298,20 +118,22 @@ def assemble(
     for name in (CODEC, TEXT, TOKENIZER):
         if (source / name).is_dir():
             parts[name] = _inside(source / name, source), _kept_of(source / name)
-    licenses = {name: cards[folder]["license"] for name, (folder, _) in parts.items() if folder in cards}
+    licenses = {name: _license(cards[folder][0]) for name, (folder, _) in parts.items() if folder in cards}
     with _staged(Path(out)) as staged:
-        files = {f"{part}/{name}": _digest(path, staged) for part, name, path in _place_all(parts, staged)}
+        files = {f"{part}/{name}": file_digest(path, staged) for part, name, path in _place_all(parts, staged)}
+        entries: list[ExpertEntry | None] = [
+            None
+            if folder is None
+            else ExpertEntry(
+                folder=f"expert_{k}", cluster=clusters[folder], objective=cards[folder][1],
+                license=_license(cards[folder][0]),
+            )
+            for k, folder in enumerate(ordered)
+        ]  # fmt: skip
         index = ModelIndex(
-            num_experts=len(ordered),
-            experts=tuple(
-                None if folder is None else _entry(f"expert_{k}", cards[folder]) for k, folder in enumerate(ordered)
-            ),
-            router=about_router and {"folder": ROUTER, **about_router["entry"]},
-            latent_space=space,
-            text_encoder=texts,
-            license=_joined(licenses),
-            files=files,
-        )
+            num_experts=len(ordered), experts=entries, router=entry, latent_space=space, text_encoder=texts,
+            license=_joined(licenses), files=files,
+        )  # fmt: skip
         index.write(staged)
     return index
 
@@ -402,36 +224,26 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
     return None
 
 
-def _about_expert(folder: Path) -> dict[str, Any]:
-    """Its card, after all of it was read and found whole."""
+def read_part(folder: Path, cls: type[P]) -> P:
+    """Returns the card of an expert or a router."""
+    about = read_json(folder / CONFIG, "give the folder of an expert or a router, trained to its end")
+    own = ("format", "model", "architecture", "sha256")
+    return cls.parse({key: value for key, value in about.items() if key not in own}, str(folder / CONFIG))
+
+
+def _read_expert(folder: Path) -> tuple[ExpertCard, ObjectiveName]:
+    """Returns its card and its objective, after all of it was read and found whole."""
     kind = read_json(folder / CONFIG, "give the folder of an expert").get("model")
     if kind != DiT.__name__:
         raise InputError(f"{folder} is a {shown(kind)[1:-1]}, not an expert: give it as --router, if it is one")
-    expert = Expert.load(folder)
-    trained, about = expert.objective, str(folder / CONFIG)
-    objective = {
-        "name": objective_name(trained), "prediction": str(trained.prediction), "schedule": trained.schedule
-    }  # fmt: skip
-    return {
-        "latent_space": expert.latent_space,
-        "text_encoder": expert.text_encoder,
-        "cluster": cluster_of({"data": expert.data}, about),
-        "objective": objective,
-        "license": "unknown" if expert.license is None else value_of(vars(expert), "license", str, about),
-    }
+    card = read_part(folder, ExpertCard)
+    trained = Expert.load(folder).objective
+    name = ObjectiveName(name=objective_name(trained), prediction=str(trained.prediction), schedule=trained.schedule)
+    return card, name
 
 
-def _about_router(folder: Path) -> dict[str, Any]:
-    router = load_router(folder)
-    temperature = router.card.get("temperature", 1.0)
-    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
-        raise InputError(f"{folder / CONFIG} is damaged, its 'temperature' is {shown(temperature)}: {AGAIN}")
-    entry = {
-        "model": type(router).__name__,
-        "reads_text": router.config.text_dim is not None,
-        "temperature": temperature,
-    }
-    return {**router.card, "num_experts": router.config.num_experts, "entry": entry}
+def _license(card: ExpertCard) -> str:
+    return card.license or "unknown"
 
 
 def load_router(folder: Path) -> Router | CentroidRouter:
@@ -441,20 +253,14 @@ def load_router(folder: Path) -> Router | CentroidRouter:
     return router
 
 
-def _in_order(
-    cards: Mapping[Path, Mapping[str, Any]], router: Mapping[str, Any] | None, place: Path | None, allow_missing: bool
-) -> list[Path | None]:
-    """The experts by their clusters, None where one is missing."""
-    clusters = {folder: card["cluster"] for folder, card in cards.items()}
-    if router is None:
-        return list(cards)
-    num = int(router["num_experts"])
+def _in_order(clusters: Mapping[Path, int | None], num: int, place: Path, allow_missing: bool) -> list[Path | None]:
+    """Returns the experts by their clusters, None where one is missing; the router at `place` knows `num`."""
     for folder, cluster in clusters.items():
         if cluster is None and num > 1:
             raise InputError(
                 f"{folder} was trained on all of the data, and the router {place} is for {num} clusters: leave it out"
             )
-        if cluster is not None and not (type(cluster) is int and 0 <= cluster < num):
+        if cluster is not None and not 0 <= cluster < num:
             raise InputError(
                 f"{folder} is of cluster {cluster}, but the router {place} knows 0 to {num - 1}: leave it out, or give "
                 "the router of its partition"
@@ -469,10 +275,6 @@ def _in_order(
         what = f"cluster {missing[0]}" if len(missing) == 1 else f"clusters {', '.join(missing)}"
         raise InputError(f"there is no expert of {what}: give one, or --allow-missing to do without")
     return [by_cluster.get(k) for k in range(num)]
-
-
-def _entry(name: str, card: Mapping[str, Any]) -> dict[str, Any]:
-    return {"folder": name, **{key: card[key] for key in ("cluster", "objective", "license")}}
 
 
 def _joined(licenses: Mapping[str, str]) -> str:
@@ -505,7 +307,7 @@ def _place(source: Path, target: Path) -> None:
     try:
         with open_regular(source) as file:
             if source.suffix != ".safetensors":
-                check_size(source, MAX_COPIED)
+                check_size(source, MAX_OTHER)
             elif _linked(source, target):
                 return
             with target.open("wb") as copy:

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from atoll.cards import INDEX, CodecCard, ExpertCard, ModelIndex, RouterCard, TextEncoderCard, require_fit, require_same
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
@@ -29,24 +30,13 @@ from atoll.encoders.pretrained import dtype_name
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TOKENIZER, TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
-from atoll.networks.stored import CONFIG, DTYPES, WEIGHTS
+from atoll.networks.stored import DTYPES, WEIGHTS
 from atoll.sampling import defaults
-from atoll.sampling.assemble import (
-    INDEX,
-    ModelIndex,
-    check_frozen,
-    check_part,
-    cluster_of,
-    copy_model,
-    find_model,
-    load_router,
-    push_model,
-)
+from atoll.sampling.assemble import copy_model, find_model, load_router, push_model, read_part
 from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.routing import POLICIES, Routing, get_routing
 from atoll.sampling.trace import ImageTrace, Preview
-from atoll.storage import read_json
 from atoll.tensors import TensorFile
 
 OUTPUTS = ("pil", "np", "pt", "latent")
@@ -92,9 +82,11 @@ class AtollPipeline:
         self.index.check_files(folder, CODEC, TEXT, TOKENIZER)
         self.codec = load_codec(folder)
         self.text_encoder = load_text_encoder(folder)
-        check_frozen(folder / CODEC, self.codec.describe(), self.index.latent_space["codec"], "codec", INDEX)
-        check_frozen(folder / TEXT, self.text_encoder.describe(), self.index.text_encoder, "text encoder", INDEX)
-        self.router = None if self.index.router is None else self._open_router(self.index.router["folder"])
+        codec = CodecCard.parse(self.codec.describe(), str(folder / CODEC))
+        text = TextEncoderCard.parse(self.text_encoder.describe(), str(folder / TEXT))
+        require_same(codec, self.index.latent_space.codec, "codec", folder / CODEC, INDEX)
+        require_same(text, self.index.text_encoder, "text encoder", folder / TEXT, INDEX)
+        self.router = None if self.index.router is None else self._open_router(self.index.router.folder)
         self.to(device, dtype)
         self._interrupt = False
 
@@ -172,12 +164,12 @@ class AtollPipeline:
         path = self.folder / name
         self.index.check_files(self.folder, name)
         router = load_router(path)
-        check_part(path, router.card, self.index.latent_space, self.index.text_encoder, INDEX)
+        require_fit(path, read_part(path, RouterCard), self.index.latent_space, self.index.text_encoder, INDEX)
         return router.float()
 
     def _open_ensemble(self) -> Ensemble:
         experts = [
-            None if part is None else self._open_expert(self.folder / part["folder"], part["cluster"])
+            None if part is None else self._open_expert(self.folder / part.folder, part.cluster)
             for part in self.index.experts
         ]
         ensemble = Ensemble(experts, self.router, max_resident=self.max_resident)
@@ -198,10 +190,12 @@ class AtollPipeline:
         self.index.check_card(self.folder, path.name)
         check = partial(self.index.check_files, self.folder, path.name)
         expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device, check=check)
-        card = read_json(path / CONFIG, "copy it again from its source")
-        check_part(path, card, self.index.latent_space, self.index.text_encoder, INDEX)
-        if (found := cluster_of(card, str(path / CONFIG))) != cluster:
-            raise InputError(f"{path} is the expert of cluster {found}, not of {cluster}: assemble the model again")
+        card = read_part(path, ExpertCard)
+        require_fit(path, card, self.index.latent_space, self.index.text_encoder, INDEX)
+        if card.cluster != cluster:
+            raise InputError(
+                f"{path} is the expert of cluster {card.cluster}, not of {cluster}: assemble the model again"
+            )
         with TensorFile(path / WEIGHTS, "copy the expert again from its source", self.folder):
             return expert
 

@@ -17,19 +17,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from atoll.cards import CodecCard, ExpertCard, ModelIndex, TextEncoderCard, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import Rows, refuse_inside, spread_times
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
-from atoll.networks.stored import CONFIG, WEIGHTS
-from atoll.sampling.assemble import ModelIndex, find_model
+from atoll.networks.stored import WEIGHTS
+from atoll.sampling.assemble import find_model, read_part
 from atoll.sampling.ensemble import Ensemble
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import Routing
-from atoll.storage import read_json, resolved
+from atoll.storage import resolved
 from atoll.training.dry_run import preview
 from atoll.training.expert import JUDGED, JUDGED_AT_THE_END, ExpertTask
 from atoll.training.loop import Tensors, train
@@ -125,7 +126,7 @@ class Teacher:
 def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
     """Those that were never there, and those whose folders are not."""
     return [
-        f"expert_{k}" for k, part in enumerate(index.experts) if part is None or not (folder / part["folder"]).exists()
+        f"expert_{k}" for k, part in enumerate(index.experts) if part is None or not (folder / part.folder).exists()
     ]
 
 
@@ -135,10 +136,10 @@ def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
     for k, part in enumerate(index.experts):
         if part is None or f"expert_{k}" in missing:
             continue
-        cluster = part["cluster"]
+        cluster = part.cluster
         if cluster is None or cluster in places:
             why = "does not say of which cluster it is" if cluster is None else f"is a second one of cluster {cluster}"
-            raise InputError(f"{folder / part['folder']} {why}: use --teacher router, which needs no labels")
+            raise InputError(f"{folder / part.folder} {why}: use --teacher router, which needs no labels")
         places[cluster] = k
     return places
 
@@ -316,29 +317,25 @@ def _maker(
 
 def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
     """Refuse data of other latents or other texts than the teacher's."""
-    ours, theirs = (list(shape) for shape in (data.about["latent_shape"], index.latent_space["shape"]))
+    ours, theirs = (list(shape) for shape in (data.about["latent_shape"], index.latent_space.shape))
     if ours != theirs:
         raise InputError(
             f"{data.folder} has latents {ours}, but {folder} makes {theirs}: prepare the data with its codec and size"
         )
-    for what, here, there in (
-        ("codec", data.about["codec"], index.latent_space["codec"]),
-        ("text encoder", data.about["text"], index.text_encoder),
-    ):
-        if any(here.get(key) != there.get(key) for key in ("fingerprint", "dtype")):
-            one, other = (f"{about.get('spec')}, {str(about.get('fingerprint'))[:8]}" for about in (here, there))
-            raise InputError(
-                f"{data.folder} does not fit: its {what} ({one}) is not that of {folder} ({other}), so give the data "
-                "that the model was trained on, or prepare others in the same way"
-            )
+    codec = CodecCard.parse(data.about["codec"], f"{data.folder}/dataset.json")
+    text = TextEncoderCard.parse(data.about["text"], f"{data.folder}/dataset.json")
+    require_same(codec, index.latent_space.codec, "codec", data.folder, folder)
+    require_same(text, index.text_encoder, "text encoder", data.folder, folder)
 
 
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
     """Warn where the clusters of the data may be others than those of the experts."""
     clusters = set(data.clusters().tolist())
     for cluster, k in places_of(folder, index).items():
-        card = read_json(folder / (index.experts[k] or {})["folder"] / CONFIG, "copy it again from its source")
-        known = (card.get("data") or {}).get("fingerprint")
+        part = index.experts[k]
+        assert part is not None
+        card = read_part(folder / part.folder, ExpertCard)
+        known = None if card.data is None else card.data.fingerprint
         if cluster in clusters and known not in (None, Rows(Dataset.open(data.folder, cluster)).fingerprint):
             warnings.warn(
                 f"expert_{k} of {folder} was trained on other pictures than cluster {cluster} of {data.folder}: labels "

@@ -1,0 +1,296 @@
+"""Cards: typed descriptions of things on disk. What is not on a card is not relied upon.
+
+Cards are frozen and strict, and refuse unknown keys. Reading one gives a card, or one sentence that names the file, the
+key and what was expected. A card keeps the values of its file as they are, so that hashes of old files stay the same.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from annotated_types import Len
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from atoll.errors import InputError, shown
+from atoll.storage import check_size, digest_of, known_digest, read_json, reason_of, write_json
+from atoll.tensors import TensorFile
+
+INDEX, CONFIG = "model_index.json", "config.json"
+FORMAT, CLASS = 1, "AtollPipeline"
+AGAIN = "copy it again from its source"
+MADE = "give a folder that `atoll assemble` has made"
+MAX_SIDE = 8192  # pixels of an image
+MAX_OTHER = 64 << 20  # bytes of a file that is not weights
+WORDS = {
+    "model_type": "a table of keys and values", "dict_type": "a table of keys and values", "list_type": "a list",
+    "string_type": "a text", "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false",
+}  # fmt: skip
+
+
+def _require(holds: bool, fault: str) -> None:
+    if not holds:
+        raise ValueError(fault)
+
+
+def is_plain(name: object) -> bool:
+    """Whether a name from a file that anyone may have written stays within its folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _plain(name: str) -> str:
+    _require(is_plain(name), f"must be a plain name, but is {shown(name)}")
+    return name
+
+
+def _file(name: str) -> str:
+    parts = name.split("/")
+    _require(len(parts) == 2 and all(map(is_plain, parts)), f"must be named as FOLDER/NAME, but one is {shown(name)}")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_plain)]
+FileName = Annotated[str, AfterValidator(_file)]
+Size = Annotated[int, Field(ge=1, le=65536)]
+Number = int | float  # a whole one stays whole, so that a card says what its file says
+Positive = Annotated[Number, Field(gt=0, lt=math.inf)]
+
+
+class Card(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", populate_by_name=True)
+
+    @classmethod
+    def parse(cls, values: object, where: str) -> Self:
+        """Returns the card that a file holds; `where` names it in the sentence that says what is wrong."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"{where} {_fault(error)}: {AGAIN}") from error
+
+    def values(self) -> dict[str, Any]:
+        """Returns what the card's file says, without what it leaves out."""
+        return self.model_dump(exclude_unset=True, by_alias=True)
+
+
+def _fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = [str(key) for key in first["loc"]]
+    key, kind = shown(".".join(place)) if place else "content", first["type"]
+    if kind == "missing":
+        inside = f" of {shown('.'.join(place[:-1]))}" if place[1:] else ""
+        return f"is damaged, it lacks {shown(place[-1])}{inside}"
+    if kind == "extra_forbidden":
+        return f"has the unknown key {key}, a newer atoll may have written it"
+    if kind == "value_error":
+        return f"is damaged, its {key} {first['ctx']['error']}"
+    expected = WORDS.get(kind) or first["msg"].partition("should be ")[2] or first["msg"]
+    return f"is damaged, its {key} must be {expected}, but is {shown(first['input'])}"
+
+
+class EncoderCard(Card):
+    """A frozen network around the model. The fingerprint and the dtype decide whether two are the same."""
+
+    spec: str
+    dtype: str
+    fingerprint: str
+
+
+class CodecCard(EncoderCard):
+    channels: Size
+    factor: Size
+    explained_variance: Number | None = None  # of pca
+    kind: str | None = Field(None, alias="class")  # of a VAE, and so are the next two
+    shift: list[Number] | None = None
+    scale: list[Number] | None = None
+
+
+class TextEncoderCard(EncoderCard):
+    dim: Size
+    max_length: Size
+    hide_padding: bool | None = None  # of CLIP
+
+
+class LatentSpace(Card):
+    shape: Annotated[list[Size], Len(3, 3)]  # [C, S, S]
+    codec: CodecCard
+
+    @model_validator(mode="after")
+    def _is_a_picture(self) -> Self:
+        pixels = self.shape[1] * self.codec.factor
+        _require(pixels <= MAX_SIDE, f"gives images of {pixels} pixels a side, and the most is {MAX_SIDE}")
+        return self
+
+
+class DataCard(Card):
+    """The part of a data set that an expert or a router was trained on."""
+
+    name: str | None = None
+    fingerprint: str | None = None
+    cluster: int | None = None  # None: all of the data
+    pictures: int | None = None
+    held_out: int | None = None
+    variance: Number | None = None
+    license: str | None = None
+
+
+class PartCard(Card):
+    """What an expert's and a router's config.json say beside the architecture."""
+
+    latent_space: LatentSpace
+    text_encoder: TextEncoderCard | None = None  # None: it does not read the text
+    data: DataCard | None = None
+    training: dict[str, Any] | None = None
+    license: str | None = None
+
+    @property
+    def cluster(self) -> int | None:
+        return None if self.data is None else self.data.cluster
+
+
+class ExpertCard(PartCard):
+    objective: dict[str, Any]
+    init: dict[str, Any] | None = None  # where the first weights came from; None: random
+    calibration: str | None = None
+    guidance: Positive = 1.0  # that it has learned, so that none is needed to sample; 1: none
+
+
+class RouterCard(PartCard):
+    temperature: Positive = 1.0
+
+
+class ObjectiveName(Card):
+    name: str
+    prediction: str | None = None
+    schedule: str | None = None
+
+
+class ExpertEntry(Card):
+    folder: Name
+    cluster: int | None
+    objective: ObjectiveName
+    license: str | None = None
+
+
+class RouterEntry(Card):
+    folder: Name
+    model: str
+    reads_text: bool
+    temperature: Positive = 1.0
+
+
+class ModelIndex(Card):
+    """What model_index.json says: the parts of a model, and the SHA-256 of every file."""
+
+    num_experts: Annotated[int, Field(ge=1, le=65536)]
+    experts: list[ExpertEntry | None]  # None: it is missing
+    router: RouterEntry | None
+    latent_space: LatentSpace
+    text_encoder: TextEncoderCard
+    license: str
+    files: dict[FileName, str]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        num, listed = self.num_experts, len(self.experts)
+        _require(num == listed, f"says that num_experts is {num}, but {listed} experts are listed")
+        parts = [part.folder for part in (*self.experts, self.router) if part is not None]
+        for name, count in Counter(parts).items():
+            _require(count == 1, f"names {shown(name)} for {count} parts")
+        for k, part in enumerate(self.experts):
+            cluster = k if part is None or self.router is None else part.cluster
+            alone = num == 1 and cluster is None
+            _require(cluster == k or alone, f"has the expert of cluster {cluster} in the place of {k}")
+        return self
+
+    @property
+    def hash(self) -> str:
+        """Two models with the same hash have the same files, in the same places."""
+        return hash_of(self.values())
+
+    @property
+    def objectives(self) -> tuple[str | None, ...]:
+        """Each expert's by name; None where one is missing."""
+        return tuple(None if part is None else part.objective.name for part in self.experts)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / INDEX, {"_class_name": CLASS, "format": FORMAT, **self.values(), "hash": self.hash})
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelIndex":
+        path = folder / INDEX
+        if not path.exists() and (folder / CONFIG).exists():
+            raise InputError(f"{folder} is a part, not a model: run `atoll assemble {folder} --data DATA --out MODEL`")
+        values = read_json(path, MADE, folder)
+        if values.pop("_class_name", None) != CLASS:
+            raise InputError(f"{path} does not describe an {CLASS}: {MADE}")
+        if (found := values.pop("format", None)) != FORMAT:
+            raise InputError(f"{path} has format {shown(found)}, and this version of atoll reads {FORMAT}")
+        promised = values.pop("hash", None)
+        index = cls.parse(values, str(path))
+        if hash_of(values) != promised:
+            raise InputError(f"{path} was altered, its hash is not that of what it says: assemble the model again")
+        return index
+
+    # --- the files ------------------------------------------------------------------------------------------------
+
+    def check_card(self, folder: Path, part: str) -> None:
+        """Refuse a part whose config.json is not the one that was assembled, before any of its weights are read."""
+        if file_digest(folder / part / CONFIG, folder) != self.files.get(f"{part}/{CONFIG}"):
+            raise InputError(f"{folder / part} is not the one the model was assembled with: assemble the model again")
+
+    def check_files(self, folder: Path, *parts: str) -> None:
+        """Refuse a part of which any file is not the one that was assembled; each is hashed once and remembered."""
+        for name, expected in self.files.items():
+            if name.partition("/")[0] not in parts:
+                continue
+            if name.endswith(".safetensors"):  # one that claims more than there is memory for is not hashed
+                TensorFile(folder / name, AGAIN, folder).close()
+            if file_digest(folder / name, folder, known_digest) != expected:
+                raise InputError(f"{folder / name} is not the file that the model was made of: {AGAIN}")
+
+    def verify(self, folder: str | Path) -> None:
+        """Read every file, and name the first that is not what it was; parts that are missing altogether may be."""
+        folder = Path(folder)
+        for name, expected in self.files.items():
+            path = folder / name
+            if path.parent.is_dir() and (not path.is_file() or file_digest(path, folder) != expected):
+                raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
+
+
+def hash_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = digest_of) -> str:
+    """Returns the SHA-256 of a file of a model."""
+    try:
+        if path.suffix != ".safetensors":
+            check_size(path, MAX_OTHER, root)
+        return digest(path, root)
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({reason_of(error)}): {AGAIN}") from error
+
+
+def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: Path, model: str | Path) -> None:
+    """Refuse a part whose codec or text encoder (`what`) is not that of `model`."""
+    if (theirs.fingerprint, theirs.dtype) != (ours.fingerprint, ours.dtype):
+        one, other = (f"{shown(card.spec)[1:-1]}, {card.fingerprint[:8]}" for card in (theirs, ours))
+        raise InputError(
+            f"{path} does not fit: its {what} ({one}) is not that of {model} ({other}), "
+            "so give parts that were made from one data set"
+        )
+
+
+def require_fit(path: Path, card: PartCard, latents: LatentSpace, text: TextEncoderCard, model: str | Path) -> None:
+    """Refuse an expert or a router that was made for other latents or other texts than those of `model`."""
+    require_same(card.latent_space.codec, latents.codec, "codec", path, model)
+    if card.latent_space.shape != latents.shape:
+        raise InputError(
+            f"{path} does not fit: it takes latents {card.latent_space.shape}, not {latents.shape} as the others, "
+            "so give parts that were made from one data set"
+        )
+    if card.text_encoder is not None:  # a router may be blind to the text
+        require_same(card.text_encoder, text, "text encoder", path, model)
