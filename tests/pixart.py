@@ -2,8 +2,10 @@
 
 import torch
 from diffusers import PixArtTransformer2DModel
-from torch import Tensor, nn
+from torch import nn
 
+from atoll.convert.mapping import Ledger
+from atoll.convert.tables import DIFFUSERS_PIXART
 from atoll.networks.dit import DiT, DiTConfig, sincos_positions
 
 WIDTH, DEPTH, NUM_HEADS, SIZE, TEXT_DIM = 32, 3, 4, 8, 24
@@ -37,35 +39,7 @@ def make_pair() -> tuple[nn.Module, DiT]:
             out_channels=8,
         )
     )
-    dit.load_state_dict(translate(pixart.state_dict()))
+    ledger = Ledger(pixart.state_dict(), "PixArt")
+    ledger.apply(DIFFUSERS_PIXART.rules)
+    dit.load_state_dict({**ledger.filled, "positions": sincos_positions(WIDTH, SIZE // 2)})  # theirs are not saved
     return pixart.eval(), dit.eval()
-
-
-def translate(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """PixArtTransformer2DModel's state dict under our names."""
-    ours = {"positions": sincos_positions(WIDTH, SIZE // 2)}  # theirs are not saved
-
-    def linear(name: str, *sources: str) -> None:
-        for part in ("weight", "bias"):
-            ours[f"{name}.{part}"] = torch.cat([theirs[f"{source}.{part}"] for source in sources])
-
-    ours["patch_embed.weight"] = theirs["pos_embed.proj.weight"].flatten(1)
-    ours["patch_embed.bias"] = theirs["pos_embed.proj.bias"]
-    linear("time_embed.mlp.0", "adaln_single.emb.timestep_embedder.linear_1")
-    linear("time_embed.mlp.2", "adaln_single.emb.timestep_embedder.linear_2")
-    linear("time_block", "adaln_single.linear")
-    linear("text_embed.0", "caption_projection.linear_1")
-    linear("text_embed.2", "caption_projection.linear_2")
-    for i in range(DEPTH):
-        block, source = f"blocks.{i}", f"transformer_blocks.{i}"
-        ours[f"{block}.modulation"] = theirs[f"{source}.scale_shift_table"]
-        linear(f"{block}.attention.qkv", *(f"{source}.attn1.to_{part}" for part in "qkv"))
-        linear(f"{block}.attention.out", f"{source}.attn1.to_out.0")
-        linear(f"{block}.cross.q", f"{source}.attn2.to_q")
-        linear(f"{block}.cross.kv", f"{source}.attn2.to_k", f"{source}.attn2.to_v")
-        linear(f"{block}.cross.out", f"{source}.attn2.to_out.0")
-        linear(f"{block}.mlp.0", f"{source}.ff.net.0.proj")
-        linear(f"{block}.mlp.2", f"{source}.ff.net.2")
-    ours["out_modulation"] = theirs["scale_shift_table"]
-    linear("out", "proj_out")
-    return ours

@@ -30,6 +30,7 @@ RIDGES = tuple(10.0**-power for power in range(3, 13))  # of the largest singula
 ALLOWED = 0.05  # of what is fitted: so much may be lost for weights as small as the source's
 KEEP = 0.01  # how strongly tau is held to the source's, against what the output layer asks of it
 GROUPS = ((0, 1), (2,), (3, 4), (5,))  # shift and scale of attention, its gate, those of the MLP, its gate
+SCALES = (1, 4)
 PIXART_TIME = 500 / 999  # where PixArt-alpha matches the modulation of the DiT it starts from
 
 
@@ -83,20 +84,25 @@ def fit_single(
     point = int(torch.argmin((t - PIXART_TIME).abs()))
     if how == "point":
         t[point] = PIXART_TIME  # the step 500 itself, not the nearest of these times
+
+    def centre(curve: Tensor) -> Tensor:
+        """What the tables take up: the value at the point, or the mean over times, which come first."""
+        return curve[point].clone() if how == "point" else curve.mean(0)
+
     depth, width = len(times), len(times[0].second.bias)
-    told = torch.stack([maps(b)(F.silu(times[b](t))) for b in range(depth)]).unflatten(
-        2, (6, width)
-    )  # [blocks, T, 6, d]
-    told[:, :, (1, 4)] += 1  # what is multiplied is 1 + scale
-    centre = told.mean(1, keepdim=True) if how != "point" else told[:, point : point + 1].clone()
-    told -= centre  # now what varies
+    curves = torch.stack([maps(b)(F.silu(times[b](t))) for b in range(depth)])
+    curves = curves.unflatten(2, (6, width))  # [blocks, T, 6, d]
+    curves[:, :, SCALES] += 1  # what is multiplied is 1 + scale
+    levels = torch.stack([centre(curve) for curve in curves])  # [blocks, 6, d]
+    curves -= levels[:, None]  # now what varies
     factors = torch.ones(depth, 4, width)
     shared = torch.empty(NUM_TIMES, 6, width)
     for number, group in enumerate(GROUPS):
-        curves = told[:, :, group]  # [blocks, T, 1 or 2, d]
-        factor, curve = best_factors(curves) if how == "curve" else (factors[:, number], curves.mean(0))
-        factors[:, number], shared[:, group] = factor, curve
-    wide = _by_group(factors)  # [blocks, 6, d]
+        if how == "curve":
+            factors[:, number], shared[:, group] = best_factors(curves[:, :, group])
+        else:
+            shared[:, group] = curves[:, :, group].mean(0)
+    wide = factors[:, [number for number, group in enumerate(GROUPS) for _ in group]]  # [blocks, 6, d]
 
     mlp = times[0]
     tau, second = mlp(t), mlp.second
@@ -106,18 +112,16 @@ def fit_single(
         tau = second(mlp.hidden(t))
     layer = fit_linear(F.silu(tau), shared.flatten(1))
     ours = layer(F.silu(tau)).unflatten(1, (6, width))
-    at = (lambda x: x.mean(0)) if how != "point" else (lambda x: x[point])
-    tables = centre[:, 0] / wide - at(ours)
+    tables = levels / wide - centre(ours)
     residual, varying = [], []
     for b in range(depth):
-        off = wide[b] * (ours - at(ours)) - told[b]
-        whole = told[b] + centre[b]
-        whole[:, (1, 4)] -= 1
+        off = wide[b] * (ours - centre(ours)) - curves[b]
+        whole = curves[b] + levels[b]
+        whole[:, SCALES] -= 1
         residual.append(_ratio(off, whole))
-        varying.append(_ratio(off, told[b] - told[b].mean(0)))
-    tables[:, (1, 4)] -= 1
-
-    end = at(two) - at(tau)  # [2, d]
+        varying.append(_ratio(off, curves[b] - curves[b].mean(0)))
+    tables[:, SCALES] -= 1
+    end = centre(two) - centre(tau)  # [2, d]
     off_end = _seen_at_output(tau[:, None] + end, two, out)
     return Single(second, layer, tables, end, factors, tuple(residual), tuple(varying), off_end)
 
@@ -179,12 +183,6 @@ def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
     ridge = next(ridge for ridge in RIDGES if lost(ridge) <= enough)
     weight = (along.T * (s / (s**2 + ridge * s[0] ** 2).clamp_min(1e-300))) @ v
     return Layer(weight.to(x.dtype), (level - weight @ centre).to(x.dtype))
-
-
-def _by_group(factors: Tensor) -> Tensor:
-    """[blocks, 4, d] as [blocks, 6, d]."""
-    index = [number for number, group in enumerate(GROUPS) for _ in group]
-    return factors[:, index]
 
 
 def _seen_at_output(ours: Tensor, theirs: Tensor, out: Tensor) -> float:

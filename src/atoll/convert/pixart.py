@@ -4,15 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atoll.convert.common import (
-    Converted,
-    Options,
-    Sizes,
-    build_network,
-    keep_channels,
-    spacing_of,
-    take_positions,
-)
+from atoll.convert.common import Converted, Options, Sizes, build_network, keep_channels, spacing_of, take_positions
 from atoll.convert.mapping import Ledger
 from atoll.convert.tables import PIXART, PixArtKeys
 from atoll.diffusion.objective import Objective

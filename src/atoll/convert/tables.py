@@ -110,22 +110,14 @@ DIFFUSERS_PIXART = PixArtKeys(
 )  # fmt: skip
 
 
-def _first_third(rows: Tensor) -> Tensor:
-    return rows[: len(rows) // 3]
-
-
-def _rest(rows: Tensor) -> Tensor:
-    return rows[len(rows) // 3 :]
-
-
-def _by_place(positions: Tensor) -> Tensor:
-    return positions.flatten(0, -2)
-
-
 _PARTS = ("weight", "bias")
+_THIRDS = (  # of torch's nn.MultiheadAttention, which has queries, keys and values in one weight
+    ("q", lambda rows: rows[: len(rows) // 3], "its first third"),
+    ("kv", lambda rows: rows[len(rows) // 3 :], "its last two thirds"),
+)
 _PARIS_TRUNK = (
     *patches("patch_embed"),
-    Rule("positions", ("pos_embed",), _by_place),
+    Rule("positions", ("pos_embed",), lambda table: table.flatten(0, -2)),
     *layers({
         "time_embed.mlp.0": "time_embed.mlp.0",
         "time_embed.mlp.2": "time_embed.mlp.2",
@@ -133,7 +125,6 @@ _PARIS_TRUNK = (
         "blocks.{i}.mlp.0": "layers.{i}.mlp.0",
         "blocks.{i}.mlp.2": "layers.{i}.mlp.2",
     }),
-    # torch's nn.MultiheadAttention has queries, keys and values in one weight
     *(Rule(f"blocks.{{i}}.attention.qkv.{part}", (f"layers.{{i}}.attn.in_proj_{part}",)) for part in _PARTS),
 )  # fmt: skip
 PARIS_EXPERT = (
@@ -144,11 +135,8 @@ PARIS_EXPERT = (
         "blocks.{i}.cross.out": "layers.{i}.cross_attn.out_proj",
         "out": "final_layer.linear",
     }),
-    *(
-        Rule(f"blocks.{{i}}.cross.{name}.{part}", (f"layers.{{i}}.cross_attn.in_proj_{part}",), cut, how)
-        for part in _PARTS
-        for name, cut, how in (("q", _first_third, "its first third"), ("kv", _rest, "its last two thirds"))
-    ),
+    *(Rule(f"blocks.{{i}}.cross.{name}.{part}", (f"layers.{{i}}.cross_attn.in_proj_{part}",), cut, how)
+      for part in _PARTS for name, cut, how in _THIRDS),
     Rule("blocks.{i}.modulation", ("layers.{i}.scale_shift_table",)),
     Rule("out_modulation", ("final_layer.scale_shift_table",)),
 )  # fmt: skip

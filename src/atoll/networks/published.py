@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import os
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
@@ -24,18 +25,20 @@ from atoll.networks.stored import CONFIG
 from atoll.storage import digest_of, open_regular, read_json, real_path, reason_of
 from atoll.tensors import MAX_DIMS, check_memory, read_tensors
 
-WRAPPERS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model", "module")  # the averaged weights first
+WRAPPERS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model", "module")  # EMA weights first
 PREFIXES = ("module.", "_orig_mod.")  # of torch's DistributedDataParallel and torch.compile
 NAMES = ("diffusion_pytorch_model", "pytorch_model", "model")
-AGAIN = "download it again"
-MAX_PICKLE = 8 << 20  # bytes; that of DiT-XL/2 with its average and the state of its optimiser has half a million
+MAX_PICKLE = 8 << 20  # bytes; that of DiT-XL/2 with its EMA and the state of its optimiser has half a million
+AGAIN, ALONE = "download it again", "give a file that holds tensors alone"
+OBJECTS = f"holds a program or other objects, which are not read: {ALONE}"
+TOO_MUCH = f"says more beside its tensors than {MAX_PICKLE >> 20} MB: {ALONE}"
 SHARED = 4  # weights may share memory, as tied ones do, but not so that they are this many times as large as the file
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files from before torch 1.6 begin with
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint as it was found."""
+    """A checkpoint as it was found: finite weights, and what the file or folder says of them."""
 
     path: Path  # the file, or the folder of several
     weights: Mapping[str, Tensor]
@@ -50,25 +53,13 @@ class Source:
                 raise InputError(
                     f"{printable(name, 100)} in {self.path} holds {tensor.dtype}, not weights: give another checkpoint"
                 )
-        check_finite(self.weights, self.path)
-
-
-def check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point() and not tensor.is_complex():
-            continue
-        known = tensor.float() if tensor.itemsize == 1 else tensor  # float8 cannot tell
-        if not bool(torch.isfinite(known).all()):
-            raise InputError(
-                f"{printable(name, 100)} in {path} holds values that are not finite: its training diverged or the "
-                "file is damaged, give another"
-            )
+        _check_finite(self.weights, self.path)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """A file with a table of finite tensors in it, and nothing else."""
-    weights, _, _ = read_file(path)
-    check_finite(weights, path)
+    weights, _, _ = _read_file(path)
+    _check_finite(weights, path)
     return weights
 
 
@@ -78,7 +69,7 @@ def read_source(path: Path) -> Source:
         return _read_folder(path)
     if not path.exists():
         raise InputError(f"there is no {path}: give a checkpoint's file, or the folder of one")
-    weights, args, wrapper = read_file(path)
+    weights, args, wrapper = _read_file(path)
     return Source(path, weights, digest_of(path), args=args, wrapper=wrapper)
 
 
@@ -91,26 +82,19 @@ def _read_folder(root: Path) -> Source:
     for name in NAMES:
         index = folder / f"{name}.safetensors.index.json"
         if index.exists():
-            return _read_shards(folder, index, config, root)
-        for suffix in (".safetensors", ".bin"):
-            file = folder / f"{name}{suffix}"
+            shards = [folder / shard for shard in shard_names(index, root)]
+            weights = {name: tensor for shard in shards for name, tensor in read_tensors(shard, AGAIN, root).items()}
+            digests = "".join(digest_of(shard, root) for shard in shards)
+            return Source(folder, _unprefixed(weights), hashlib.sha256(digests.encode()).hexdigest(), config)
+        for file in (folder / f"{name}.safetensors", folder / f"{name}.bin"):
             if file.exists():
-                weights, args, wrapper = read_file(file, root)
+                weights, args, wrapper = _read_file(file, root)
                 return Source(folder, weights, digest_of(file, root), config, args, wrapper)
     if (folder / "expert_0").is_dir():
         raise InputError(
             f"{folder} holds several parts: give one of them, such as {folder / 'expert_0'}, or --to model"
         )
     raise InputError(f"{folder} holds no weights: it should have {NAMES[0]}.safetensors beside its {CONFIG}")
-
-
-def _read_shards(folder: Path, index: Path, config: Mapping[str, Any], root: Path) -> Source:
-    weights: dict[str, Tensor] = {}
-    hashes = []
-    for name in shard_names(index, root):
-        weights.update(read_tensors(folder / name, AGAIN, root))
-        hashes.append(digest_of(folder / name, root))
-    return Source(folder, _unprefixed(weights), hashlib.sha256("".join(hashes).encode()).hexdigest(), config)
 
 
 def shard_names(index: Path, root: Path | None = None) -> list[str]:
@@ -124,7 +108,7 @@ def shard_names(index: Path, root: Path | None = None) -> list[str]:
     return sorted(set(table.values()))
 
 
-def read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
+def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
     """Its weights, the arguments of its training where it has them, and the key that the weights were under."""
     try:
         with open_regular(path, root) as file:
@@ -158,35 +142,21 @@ def _unpickled(path: Path, root: Path | None) -> Any:
         with open_regular(path, root) as file:
             zipped = file.read(4) == b"PK\3\4"
             (_check_zip if zipped else _check_legacy)(file, path)
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
+            return torch.load(real_path(path, root), map_location="cpu", weights_only=True, mmap=zipped)
     except InputError:
         raise
-    except Exception as error:  # zipfile and pickletools fail in any way they like
-        raise _damaged(path, error) from error
-    real = real_path(path, root)
-    try:
-        refused = set(torch.serialization.get_unsafe_globals_in_checkpoint(real)) - {"argparse.Namespace"}
-    except Exception:  # an old or a damaged file: it is read below, by the same rules, and said what is wrong
-        refused = set()
-    if refused:
-        names = printable(", ".join(sorted(refused)[:3]), 200)
-        raise InputError(
-            f"{path} is refused: it is a pickle with code in it ({names}), which would run when it is opened; "
-            "give a file that holds tensors alone"
-        )
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong is said below
-            return torch.load(real, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # pickles fail in any way they like
-        failure = error
-    if type(failure).__name__ == "UnpicklingError" and "global" in str(failure).lower():
-        raise InputError(
-            f"{path} is refused: it is a pickle with code in it, which would run when it is opened; "
-            "give a file that holds tensors alone"
-        ) from failure
-    if "weights only" in str(failure).lower() or "weights_only" in str(failure):
-        raise _no_weights(path) from failure
-    raise _damaged(path, failure) from failure
+    except Exception as error:  # pickles, zipfile and pickletools fail in any way they like
+        message = str(error)
+        if type(error).__name__ == "UnpicklingError" and "global" in message.lower():
+            name = re.search(r"GLOBAL (\S+)", message)
+            code = f" ({printable(name[1], 100)})" if name else ""
+            what = f"is refused: it is a pickle with code in it{code}, which would run when it is opened; {ALONE}"
+            raise InputError(f"{path} {what}") from error
+        if "weights only" in message.lower() or "weights_only" in message:
+            raise InputError(f"{path} {OBJECTS}") from error
+        reason = printable(reason_of(error).split(". ")[0], 200)
+        raise InputError(f"{path} is truncated or damaged ({reason}): {AGAIN}") from error
 
 
 def _check_zip(file: BufferedReader, path: Path) -> None:
@@ -195,14 +165,14 @@ def _check_zip(file: BufferedReader, path: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-            raise _no_weights(path)
+            raise InputError(f"{path} {OBJECTS}")
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if packed or sum(entry.file_size for entry in entries) > size:
             raise InputError(f"{path} is packed, as torch never saves tensors: unpack it, or give another copy")
         for entry in entries:
             if entry.filename.endswith("data.pkl"):
                 if entry.file_size > MAX_PICKLE:
-                    raise _too_much(path)
+                    raise InputError(f"{path} {TOO_MUCH}")
                 _check_pickle(archive.read(entry), path)
 
 
@@ -211,18 +181,29 @@ def _check_legacy(file: BufferedReader, path: Path) -> None:
     file.seek(0)
     content = BytesIO(file.read(MAX_PICKLE + 1))
     if content.read(len(LEGACY)) != LEGACY:
-        raise _no_weights(path)
+        raise InputError(f"{path} {OBJECTS}")
     for _ in range(4):  # the version, the machine, the objects and the names of the storages, which come after them
         for _ in pickletools.genops(content):
             pass
     if content.tell() > MAX_PICKLE:
-        raise _too_much(path)
+        raise InputError(f"{path} {TOO_MUCH}")
     _check_pickle(content.getvalue()[: content.tell()], path)
 
 
 def _check_pickle(content: bytes, path: Path) -> None:
     if b"\nbytearray\n" in content:  # the one function torch allows that takes as much memory as it is told to
-        raise _no_weights(path)
+        raise InputError(f"{path} {OBJECTS}")
+
+
+def _check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            values = tensor.float() if tensor.itemsize == 1 else tensor  # float8 cannot tell
+            if not bool(torch.isfinite(values).all()):
+                raise InputError(
+                    f"{printable(name, 100)} in {path} holds values that are not finite: its training diverged or the "
+                    "file is damaged, give another"
+                )
 
 
 def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
@@ -244,22 +225,6 @@ def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
                 f"{printable(name, 100)} in {path} claims more numbers than the file has: it is damaged, {AGAIN}"
             )
     check_memory(total, str(path))
-
-
-def _damaged(path: Path, error: Exception) -> InputError:
-    return InputError(f"{path} is truncated or damaged ({printable(reason_of(error).split('. ')[0], 200)}): {AGAIN}")
-
-
-def _too_much(path: Path) -> InputError:
-    return InputError(
-        f"{path} says more beside its tensors than {MAX_PICKLE >> 20} MB: give a file that holds tensors alone"
-    )
-
-
-def _no_weights(path: Path) -> InputError:
-    return InputError(
-        f"{path} holds a program or other objects, which are not read: give a file that holds tensors alone"
-    )
 
 
 def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
