@@ -22,7 +22,7 @@ from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
-from atoll.diffusion.guidance import Guidance, guided
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import load_text_encoder
@@ -243,7 +243,8 @@ class TestTarget:
             x = ((1 - t[i]) * x0[i] + t[i] * eps[i])[None]
             texts = [one.read_text(*text.encode(i_d)) for i_d in (ids[i : i + 1], text.null_ids())]
             with torch.no_grad():
-                wanted = guided(one.velocity, *texts, scale)(x, t[i : i + 1])
+                cond, uncond = (one.velocity(x, t[i : i + 1], own) for own in texts)
+                wanted = uncond + scale * (cond - uncond)
             torch.testing.assert_close(found[i : i + 1], wanted, rtol=1e-4, atol=1e-4)
 
     def test_by_the_router_it_is_what_the_pipeline_samples_with(self, data, model):
@@ -264,7 +265,7 @@ class TestTarget:
         for by in ROUTINGS:
             task = task_of(model, data, teacher=by)
             found[by] = target_of(task, *step_of(task, dropped=False))
-            assert found[by].shape == (12, *task.rows.shape)
+            assert found[by].shape == (12, *task.view.shape)
         rows = [task.read(np.arange(12))[0] for task in (task_of(model, data, teacher=by) for by in ("router", "top1"))]
         assert torch.equal(*rows)
         assert not torch.allclose(found["router"], found["top1"])
@@ -310,9 +311,9 @@ class TestTarget:
         task = task_of(model, data)
         rows = np.random.default_rng(0).permutation(task.num_rows)[:12]
         at, latents, ids, experts = task.read(rows)
-        assert sorted(at.tolist()) == sorted(task.rows.train[rows].tolist())
-        assert torch.equal(latents, task.rows.latents(at.numpy()))
-        assert torch.equal(ids, task.rows.tokens(at.numpy()))
+        assert sorted(at.tolist()) == sorted(task.view.train[rows].tolist())
+        assert torch.equal(latents, task.view.latents(at.numpy()))
+        assert torch.equal(ids, task.view.tokens(at.numpy()))
         assert experts.tolist() == sorted(experts.tolist())
 
     def test_a_teacher_that_breaks_is_not_learned_from(self, data, model, tmp_path):
@@ -478,7 +479,7 @@ class TestMissing:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             task = DistillTask(Dataset.open(data), QUICK, CPU, teacher_of(fewer), allow_missing=True)
-        assert set(clusters[task.rows.train]) == set(clusters[task.rows.held_out]) == {0, 2}
+        assert set(clusters[task.view.train]) == set(clusters[task.view.held_out]) == {0, 2}
         whole = task_of(model, data)
         assert task.num_rows == (clusters[whole.rows.train] != 1).sum()
         distill(fewer, data, QUICK, tmp_path / "s", allow_missing=True, progress=False)

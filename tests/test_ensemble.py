@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance, guided
+from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.objective import get_objective
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Prediction
@@ -198,7 +198,8 @@ def test_sparse_is_naive(experts, scale, spec):
         weights, naive = routing.weights(p, t), torch.zeros_like(x)
         for k, expert in enumerate(experts):
             texts = expert.read_text(tokens, mask), expert.read_text(null, null_mask)
-            u = guided(expert.velocity, *texts, scale)(x, t)
+            cond, uncond = (expert.velocity(x, t, text) for text in texts)
+            u = uncond + scale * (cond - uncond)
             naive = naive + weights[:, k, None, None, None] * u
         mixture = Ensemble(experts, router).mix(
             prompts_of(CAPTIONS), routing=routing, guidance=Guidance(scale), trace=seen.append

@@ -7,18 +7,16 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from atoll.diffusion.guidance import guided
+from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Estimate, Prediction, estimate
 from atoll.diffusion.schedules import SCHEDULES
 from atoll.diffusion.solvers import (
     EVALUATIONS,
     SOLVERS,
-    ancestral,
     ddim,
     euler,
     get_solver,
-    shifted_times,
     uniform_times,
 )
 from atoll.errors import InputError
@@ -57,7 +55,8 @@ def quantile_solution(noise: Tensor, t: float) -> Tensor:
 
 def grid_from(num_steps: int, start: float, end: float, shift: float) -> Tensor:
     """From start to end, with steps that grow or shrink by `shift` on the way."""
-    share = shifted_times(num_steps, shift)
+    t = uniform_times(num_steps)
+    share = shift * t / (1 + (shift - 1) * t)
     return end + (start - end) * share
 
 
@@ -94,11 +93,11 @@ def test_a_sample_does_not_depend_on_its_batch():
         return [torch.Generator().manual_seed(number) for number in numbers]
 
     x = torch.randn(3, 6)
-    together = ancestral(denoise, TABLE, x, uniform_times(5), seeds(1, 2, 3))
-    alone = ancestral(denoise, TABLE, x[1:2], uniform_times(5), seeds(2))
+    together = ddim(denoise, TABLE, x, uniform_times(5), 1.0, seeds(1, 2, 3))
+    alone = ddim(denoise, TABLE, x[1:2], uniform_times(5), 1.0, seeds(2))
     torch.testing.assert_close(together[1:2], alone)
     with pytest.raises(InputError, match="2 generators for 3 samples"):
-        ancestral(denoise, TABLE, x, uniform_times(5), seeds(1, 2))
+        ddim(denoise, TABLE, x, uniform_times(5), 1.0, seeds(1, 2))
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -111,7 +110,7 @@ def test_evaluations_and_steps_shown(name):
         return gaussian_velocity(x, t)
 
     noise = torch.randn(4, 2, dtype=torch.float64)
-    found = SOLVERS[name](velocity, noise, shifted_times(7, 2.0), shown.append)
+    found = SOLVERS[name](velocity, noise, grid_from(7, 1.0, 0.0, 2.0), shown.append)
     assert len(calls) == 7 * EVALUATIONS[name] - (name == "heun")
     assert min(calls) > 0
     assert [step.number for step in shown] == list(range(7))
@@ -177,7 +176,7 @@ def test_ancestral_is_that_of_diffusers(rng):
     x = torch.randn(7, 6, generator=rng)
     for step in (900, 500, 20):
         times = torch.tensor([step / 999, (step - 1) / 999], dtype=torch.float64)
-        ours = ancestral(denoise, TABLE, x, times, torch.Generator().manual_seed(3))
+        ours = ddim(denoise, TABLE, x, times, 1.0, torch.Generator().manual_seed(3))
         theirs = scheduler.step(
             eps_expert(x, torch.tensor(step / 999)), step, x, generator=torch.Generator().manual_seed(3)
         ).prev_sample
@@ -206,39 +205,33 @@ def test_native_samplers_reach_the_data(name, eta, rng):
 
 def test_time_grids():
     torch.testing.assert_close(uniform_times(4), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]).double())
-    shifted = shifted_times(4, shift=3.0)
-    torch.testing.assert_close(shifted, torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0]).double())
-    torch.testing.assert_close(shifted_times(9, shift=1.0), uniform_times(9))
 
 
 class TestGuidance:
+    """A network that answers with its text: 2, and 1 for the null text."""
+
     @staticmethod
-    def velocity(x: Tensor, t: Tensor, text: float) -> Tensor:
-        return torch.full_like(x, text)
+    def velocity(x: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        return text[:, None].expand_as(x)
 
     def test_scale_and_interval(self):
         x = torch.zeros(2, 3)
-        guide = guided(self.velocity, 2.0, 1.0, 4.0, interval=(0.2, 0.8))
+        texts = {False: torch.tensor([2.0, 2.0]), True: torch.tensor([2.0, 2.0, 1.0, 1.0])}
+        guide = guided(self.velocity, Guidance(4.0, (0.2, 0.8)), texts.__getitem__)
         assert torch.all(guide(x, torch.tensor(0.5)) == 5.0)  # 1 + 4 (2 - 1)
         assert torch.all(guide(x, torch.tensor(0.9)) == 2.0)
         torch.testing.assert_close(guide(x, torch.tensor([0.5, 0.1])), torch.tensor([[5.0] * 3, [2.0] * 3]))
 
     @pytest.mark.parametrize(("scale", "t"), [(1.0, 0.5), (3.0, 0.9)])
     def test_no_work_where_there_is_no_guidance(self, scale, t):
-        asked = []
-
-        def velocity(x: Tensor, t: Tensor, text: str) -> Tensor:
-            asked.append(text)
-            return x
-
-        guided(velocity, "text", "", scale, interval=(0.0, 0.8))(torch.zeros(1, 1), torch.tensor(t))
-        assert asked == ["text"]
+        guide = guided(lambda x, t, text: text + x, Guidance(scale, (0.0, 0.8)), {False: 7.0}.__getitem__)
+        assert guide(torch.zeros(1, 1), torch.tensor(t)) == 7.0
 
     def test_bad_input(self):
         with pytest.raises(InputError, match="finite number"):
-            guided(self.velocity, 1.0, 0.0, math.nan)
+            Guidance(math.nan)
         with pytest.raises(InputError, match="guidance interval"):
-            guided(self.velocity, 1.0, 0.0, 2.0, interval=(0.9, 0.1))
+            Guidance(2.0, interval=(0.9, 0.1))
 
 
 def test_bad_input():
@@ -250,9 +243,6 @@ def test_bad_input():
             uniform_times(steps)
     with pytest.raises(InputError, match="from start down to end"):
         uniform_times(5, start=0.0, end=1.0)
-    for shift in (-1, 1e300, math.nan):
-        with pytest.raises(InputError, match="shift must lie between"):
-            shifted_times(5, shift=shift)
     with pytest.raises(InputError, match="each below the one before"):
         euler(gaussian_velocity, x, torch.tensor([0.0, 1.0]))
     with pytest.raises(InputError, match="each below the one before"):

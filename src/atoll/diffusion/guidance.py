@@ -40,19 +40,18 @@ class Guidance:
 
 
 def guided(
-    velocity: Callable[[Tensor, Tensor, Text], Tensor],
-    text: Text,
-    null_text: Text,
-    scale: float,
-    interval: tuple[float, float] = (0.0, 1.0),
+    predict: Callable[[Tensor, Tensor, Text], Tensor], guidance: Guidance, text_of: Callable[[bool], Text]
 ) -> Velocity:
-    """A velocity function of one text, guided away from another; the latter is not asked where guidance is off."""
-    guidance = Guidance(scale, interval)
+    """Returns predict(x, t, text) guided away from null texts, both halves as one batch.
+
+    `text_of(False)` is the texts of the samples of x, `text_of(True)` these and then their null texts.
+    """
 
     def guided_velocity(x: Tensor, t: Tensor) -> Tensor:
-        cond = velocity(x, t, text)
         if not bool(guidance.inside(t).any()):
-            return cond
-        return guidance.mixed(cond, velocity(x, t, null_text), t)
+            return predict(x, t, text_of(False))
+        twice = t if t.dim() == 0 else torch.cat([t, t])
+        cond, uncond = predict(torch.cat([x, x]), twice, text_of(True)).chunk(2)
+        return guidance.mixed(cond, uncond, t)
 
     return guided_velocity

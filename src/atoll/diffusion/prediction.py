@@ -70,13 +70,6 @@ def output_for(prediction: Prediction, x0: Tensor, eps: Tensor, at: Coefficients
             return d_alpha * x0 + d_sigma * eps
 
 
-def convert(output: Tensor, x: Tensor, at: Coefficients, source: Prediction, target: Prediction) -> Tensor:
-    """One kind of prediction as another, at the same x and on the same schedule."""
-    if source == target:
-        return output
-    return output_for(target, *estimate(source, output, x, at), at)
-
-
 def x0_weight(prediction: Prediction, at: Coefficients) -> Tensor:
     """w(t) such that the squared error of this prediction is w(t) |x0_hat - x0|^2 (Proposition 1).
 

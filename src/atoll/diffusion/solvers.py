@@ -48,14 +48,6 @@ def uniform_times(num_steps: int, start: float = 1.0, end: float = 0.0) -> Tenso
     return torch.linspace(start, end, num_steps + 1, dtype=torch.float64)
 
 
-def shifted_times(num_steps: int, shift: float = 3.0, start: float = 1.0, end: float = 0.0) -> Tensor:
-    """t -> shift t / (1 + (shift - 1) t): above 1, more of the steps at high noise, as larger images need."""
-    if not 1e-3 <= shift <= 1e3:
-        raise InputError(f"the shift must lie between 0.001 and 1000, but is {shift}")
-    t = uniform_times(num_steps, start, end)
-    return shift * t / (1 + (shift - 1) * t)
-
-
 # --- solvers on the canonical path --------------------------------------------------------------------------------
 
 
@@ -190,18 +182,6 @@ def ddim(
         if on_step is not None:
             on_step(Step(i, t, x, x0))
     return x
-
-
-def ancestral(
-    denoise: Denoise,
-    schedule: Schedule,
-    x: Tensor,
-    times: Tensor,
-    generator: Generators = None,
-    on_step: OnStep | None = None,
-) -> Tensor:
-    """Ancestral DDPM sampling, the papers' "native DDPM": DDIM with all of the posterior's noise."""
-    return ddim(denoise, schedule, x, times, 1.0, generator, on_step)
 
 
 # ------------------------------------------------------------------------------------------------------------------

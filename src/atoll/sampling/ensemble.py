@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance
+from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import over
 from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
@@ -26,7 +26,7 @@ from atoll.errors import InputError, NotFiniteError
 from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import TextContext
 from atoll.networks.router import Router
-from atoll.sampling.expert import FolderExpert, Prompts, Reading, Shape, VelocityField, guided_velocity
+from atoll.sampling.expert import FolderExpert, Prompts, Reading, Shape, VelocityField
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
 
 Logits = Callable[[Tensor, Tensor, Any], Tensor]
@@ -300,11 +300,12 @@ class Mixture:
         expert = shelf.take(number)
         self._readings = {k: reading for k, reading in self._readings.items() if shelf.is_resident(k)}
         if expert.text_dim is None:
-            return guided_velocity(expert, x, t, None, rows, self.guidance)
+            return expert.velocity(x, t)
         if number not in self._readings:
             assert self.prompts is not None
             self._readings[number] = Reading(expert.read_text, self.prompts)
-        return guided_velocity(expert, x, t, self._readings[number], rows, self.guidance)
+        reading = self._readings[number]
+        return guided(expert.velocity, self.guidance, lambda both: reading.context(rows, both))(x, t)
 
     def _take_out(self, failure: "_NotFiniteError") -> None:
         number, name = failure.number, self.ensemble.names[failure.number]

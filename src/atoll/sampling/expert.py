@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from atoll.config import build
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.transfer import Conversion, Predict, Transfer
@@ -317,28 +316,3 @@ def _put_together(read: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
         return TextContext(blocks, None, towards)
     mask = torch.arange(longest) < lengths[:, None]
     return TextContext(blocks, mask[:, None, None].to(whole.device), towards)
-
-
-# --- guidance -----------------------------------------------------------------------------------------------------
-
-
-def guided_velocity(
-    expert: VelocityField,
-    x: Tensor,
-    t: Tensor,
-    reading: Reading | None,
-    rows: Sequence[int],
-    guidance: Guidance,
-) -> Tensor:
-    """The velocity of x, which holds the samples `rows` of the batch that `reading` has the texts of.
-
-    Both halves of guidance go through the network as one batch.
-    """
-    if reading is None:
-        return expert.velocity(x, t)
-    if not bool(guidance.inside(t).any()):
-        return expert.velocity(x, t, reading.context(rows))
-    twice = t if t.dim() == 0 else torch.cat([t, t])
-    both = expert.velocity(torch.cat([x, x]), twice, reading.context(rows, guided=True))
-    cond, uncond = both.chunk(2)
-    return guidance.mixed(cond, uncond, t)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance
+from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.prediction import Estimate, estimate
 from atoll.diffusion.solvers import ddim
 from atoll.errors import unknown
+from atoll.networks.dit import TextContext
 from atoll.networks.expert import Expert
 from atoll.sampling.ensemble import image_generators, noise
 from atoll.sampling.expert import Prompts, Reading
@@ -32,13 +33,12 @@ def generate_native(
     rows = range(len(x))
     reading = Reading(lambda tokens: network.read_text(tokens.to(weight.device, weight.dtype)), prompts)
 
+    def predict(x: Tensor, t: Tensor, text: TextContext) -> Tensor:
+        return network(x.to(weight.dtype), t, text).to(x.dtype)
+
+    output = guided(predict, guidance, lambda both: reading.context(rows, both))
+
     def denoise(x: Tensor, t: Tensor) -> Estimate:
-        if bool(guidance.inside(t).any()):
-            both = network(torch.cat([x, x]).to(weight.dtype), t, reading.context(rows, guided=True)).to(x.dtype)
-            cond, uncond = both.chunk(2)
-            output = guidance.mixed(cond, uncond, t)
-        else:
-            output = network(x.to(weight.dtype), t, reading.context(rows)).to(x.dtype)
-        return estimate(prediction, output, x, schedule(t))
+        return estimate(prediction, output(x, t), x, schedule(t))
 
     return ddim(denoise, schedule, x, times, SAMPLERS[sampler], generators)
