@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SECTIONS = ("Start", "Your own pictures")
+SECTIONS = ("Start", "Your own images")
 RUN_BEFORE = ("make test", "make check")  # by .ci/run itself
 
 

@@ -1,37 +1,93 @@
-"""The README keeps its word: its code runs, its links lead somewhere."""
+"""The README and the pages in docs are true: code runs, links lead somewhere, commands and flags exist."""
 
+import contextlib
+import io
 import re
+import shlex
+import shutil
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from atoll import __version__
+from atoll.cli.main import main
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [path for path in DOCS if path.name != "LOG.md"]  # the log quotes commands of its time
+FIXTURES = Path(__file__).parent / "data" / "before_hashes"  # a tiny model and its data
+
+every_page = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+CODE = [
+    pytest.param(code, id=f"{path.relative_to(ROOT)}-{number}")
+    for path in PAGES
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", CODE)
 def test_code_runs(code, tmp_path, monkeypatch):
+    shutil.copytree(FIXTURES / "model", tmp_path / "model")
+    shutil.copytree(FIXTURES / "data", tmp_path / "data")
+    shutil.copytree(FIXTURES / "model", tmp_path / "demo" / "model")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code.replace("num=500", "num=8"), "page", "exec"), {})
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def anchors_of(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", text_of(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@every_page
 def test_links(path):
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), f"{path.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", text_of(path)):
+        file = path.parent / target if target else path
+        assert file.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in anchors_of(file), f"{path.name} links to {target}#{anchor}"
 
 
 def test_make_targets():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in DOCS:
-        for target in re.findall(r"(?:`|^ {4})make ([a-z-]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        for target in re.findall(r"(?:`|^ {4})make ([a-z-]+)", text_of(path), re.MULTILINE):
             assert target in targets, f"{path.name} says make {target}"
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@cache
+def help_of(verb: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        main([verb, "--help"])
+    return output.getvalue()
+
+
+def commands_of(path: Path) -> list[list[str]]:
+    text = text_of(path).replace("\\\n", " ")
+    lines = re.findall(r"^ {4,}(?:\.venv/bin/)?atoll (\S.*)$", text, re.MULTILINE)
+    inline = re.findall(r"`atoll ([^`]+)`", text)
+    return [shlex.split(line, comments=True) for line in lines + inline]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(path):
+    for verb, *arguments in commands_of(path):
+        if verb.startswith("-"):
+            continue
+        assert f"usage: atoll {verb}" in help_of(verb), f"{path.name} says atoll {verb}"
+        for flag in [argument.split("=")[0] for argument in arguments if argument.startswith("--")]:
+            assert re.search(rf"{flag}\b", help_of(verb)), f"{path.name} says atoll {verb} {flag}"
+
+
+@every_page
 def test_functions_named_in_the_docs_exist(path):
-    for module, names in re.findall(r"`([a-z/]+\.py): ([A-Za-z_.\[\]\"]+)`", path.read_text(encoding="utf-8")):
+    for module, names in re.findall(r"`([a-z/]+\.py): ([A-Za-z_.\[\]\"]+)`", text_of(path)):
         file = next(
             f
             for root in ("src/atoll", ".")
@@ -39,4 +95,17 @@ def test_functions_named_in_the_docs_exist(path):
             if f.exists()
         )
         for name in re.findall(r"[A-Za-z_]{3,}", names):
-            assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")), f"{path.name}: {module} has no {name}"
+            assert re.search(rf"\b{name}\b", text_of(file)), f"{path.name}: {module} has no {name}"
+
+
+def test_packages_named_for_contributors_exist():
+    packages = {path.name for path in (ROOT / "src" / "atoll").iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert packages == set(re.findall(r"^  (\w+)/", text_of(ROOT / "CONTRIBUTING.md"), re.MULTILINE))
+
+
+def test_citation():
+    citation = text_of(ROOT / "CITATION.cff")
+    project = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+    assert f"\nversion: {__version__}\n" in citation
+    assert f"\nlicense: {project['license']}\n" in citation
+    assert text_of(ROOT / "README.md").count("\n") <= 120
