@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
 from atoll.cli.main import VERBS, main
 from atoll.errors import InputError
 from atoll.experiments.evaluate import Sampling
-from atoll.experiments.paper_scale import tell_commands
 from atoll.experiments.reproduce import Recipe, copy_folder, reproduce
 from atoll.experiments.studies import COUNTS, NAMES, get_study, parts_of
 from atoll.experiments.tables import render_results
@@ -137,19 +137,15 @@ def test_first_weights():
     assert len({part.name for part in study.parts}) == 3
 
 
-@pytest.fixture(scope="module")
-def lines():
-    studies = [name for name in NAMES if name != "experts"]  # which has many sizes to count
-    return tell_commands(studies, Recipe.read(PAPER), PAPER, "data")
-
-
 class TestPaperScale:
-    def test_every_command_is_one(self, lines, monkeypatch):
+    def test_every_command_of_the_page_is_one(self, monkeypatch):
         """Each is read by the command line itself, up to where it would begin to work."""
+        page = Path(__file__).parent.parent / "docs" / "paper_scale.md"
         found = []
         for verb, command in list(VERBS.items()):
             monkeypatch.setitem(VERBS, verb, _listen(command, verb, found))
-        commands = [shlex.split(line) for line in lines if line.startswith("atoll ")]
+        lines = page.read_text(encoding="utf-8").splitlines()
+        commands = [shlex.split(line) for line in lines if line.startswith("    atoll ")]
         for command in commands:
             main(command[1:])
         assert len(found) == len(commands)
@@ -161,18 +157,22 @@ class TestPaperScale:
         assert {kept["settings"].model for kept in trained} == {"xl/2"}
         assert {kept["settings"].batch for kept in trained} == {32, 256}
 
-    def test_resources(self, lines):
-        expert = next(line.split() for line in lines if line.startswith("# expert"))
-        assert expert[3:5] == ["32", "606M"], expert
+    def test_dry_run(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        main(["reproduce", *(name for name in NAMES if name != "experts"), "--recipe", PAPER, "--dry-run"])
+        lines = capsys.readouterr().out.splitlines()
+        assert not list(tmp_path.iterdir())
+        _, batch, steps, parameters, *_, flops, _ = _line_of("kmeans_8_fm_7 ", lines)
+        assert (batch, steps, parameters) == ("32", "400000", "606.0M")
         # 6 FLOPs a parameter and token would be 256 * 6 * 606e6; attention and the second forward pass come on top.
         least = 256 * 6 * 606e6 * 32 * 400_000
-        assert 0.8 * least < float(expert[7]) < 3 * least, expert
+        assert 0.8 * least < float(flops) < 3 * least
+        assert any(line.startswith("model monolith-fm: kmeans_8_fm_all") for line in lines)
+        assert "  threshold 0.1: kmeans-0ddpm-8fm, threshold:0.1, multistep, 50 steps" in lines
 
-    def test_nothing_is_done(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        main(["reproduce", "table1", "--scale", "paper"])
-        assert "atoll train data_kmeans_8 --cluster 7" in capsys.readouterr().out
-        assert not list(tmp_path.iterdir())
+
+def _line_of(name, lines):
+    return next(line.split() for line in lines if line.startswith(name))
 
 
 def _listen(command, verb, found):

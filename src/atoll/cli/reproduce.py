@@ -1,7 +1,7 @@
 """`atoll reproduce`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -9,9 +9,9 @@ import tyro
 def reproduce(
     what: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")],
     data: str | None = None,
-    scale: Literal["laptop", "paper"] = "laptop",
-    recipe: str | None = None,
+    recipe: str = "reproduce",
     seeds: int | None = None,
+    dry_run: bool = False,
     out: Path = Path("reproduced"),
 ) -> None:
     """Repeat the papers' comparisons: train, sample and measure all that they need, at equal budget.
@@ -23,7 +23,7 @@ def reproduce(
       atoll reproduce table1 table3 table4 --data fashion-mnist --out fashion
       atoll reproduce clusters --data data --seeds 1
       atoll reproduce table1 --data data --recipe my.toml --out mine
-      atoll reproduce table1 --scale paper
+      atoll reproduce table1 --recipe reproduce_paper --dry-run
 
     Args:
         what: table1 (monolith and routing policies), table3 (objectives, converted and combined), table4 (homogeneous
@@ -31,11 +31,10 @@ def reproduce(
             weights), router (with and without the text).
         data: What `atoll prepare` has made, which is copied, not changed; or the name of a set, which is fetched:
             fashion-mnist, mnist, cifar-10, emoji, or a built-in one: avatars, shapes, digits.
-        scale: laptop does it; paper prints the commands at the papers' scale and the hardware they need, and does
-            nothing else.
         recipe: One that comes with atoll or a TOML file, with the settings of training and, in [study], how large the
-            comparisons are; by default reproduce, or reproduce_paper for the papers' scale.
+            comparisons are; reproduce_paper is at the papers' scale.
         seeds: Of training, in place of the recipe's.
+        dry_run: Print the parts, models and rows of the plan with the FLOPs and memory they need, and do nothing else.
         out: The folder for all that is made, results.json, results.md and pictures of each comparison.
     """
     from dataclasses import replace
@@ -46,14 +45,13 @@ def reproduce(
 
     if not what:
         raise InputError("there is nothing to reproduce: name a comparison, such as table1")
-    recipe = recipe or ("reproduce" if scale == "laptop" else "reproduce_paper")
     found = Recipe.read(recipe)
     if seeds is not None:
         found = replace(found, plan=replace(found.plan, seeds=seeds))
-    if scale == "paper":
-        from atoll.experiments.paper_scale import tell_commands
+    if dry_run:
+        from atoll.experiments.dry_run import describe_plan
 
-        print(*tell_commands(what, found, recipe, data or "data"), sep="\n")
+        print(*describe_plan(what, found), sep="\n")
         return
     if data is None:
         raise InputError("there is no data to work with: give --data, a prepared folder or a set such as fashion-mnist")

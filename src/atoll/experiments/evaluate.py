@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atoll.data.builtin.avatars import attributes_of
 from atoll.data.shards import Dataset
-from atoll.data.view import Rows, refuse_inside
+from atoll.data.view import DatasetView, refuse_inside
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError, plural
@@ -186,7 +186,7 @@ class Evaluation:
     ) -> None:
         """`prompts` take the place of the data's captions; with `cluster`, that one alone is the data."""
         self.out, self.settings, self.progress = out, settings, progress
-        self.rows = Rows(Dataset.open(data, cluster))
+        self.rows = DatasetView(Dataset.open(data, cluster))
         self.split, self._prompt_rows, self.prompts = self._choose_prompts(prompts)
         self.left_out: dict[str, str] = {}
         self.notes: list[str] = []

@@ -1,8 +1,7 @@
 """Avatars that a model has made, judged: are they as asked, how near to the data, how varied, and at what cost."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -13,8 +12,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.data.builtin import make
 from atoll.data.builtin.avatar_reader import read_avatars
@@ -23,11 +20,11 @@ from atoll.data.shards import TRAIN, Dataset
 from atoll.encoders.codecs import load_codec, pictures_of
 from atoll.encoders.features import make_features
 from atoll.errors import InputError, shown
+from atoll.experiments.flops import counting
 from atoll.metrics.frechet import Moments, frechet_distance
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import read_json, write_json, write_whole
 from atoll.tensors import read_tensors
-from atoll.training.loop import Task
 
 SIZE = 32  # of the pictures
 BATCH = 100  # pictures at a time; each depends on its own seed alone
@@ -183,22 +180,6 @@ def bytes_of(images: object) -> NDArray[np.uint8]:
 
 
 # --- counting --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def counting() -> Iterator[Callable[[], int]]:
-    """The counter does not know a CPU's fused attention, so attention is done by plain matrix products meanwhile."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        yield counter.get_total_flops
-
-
-def flops_of_step(task: Task, batch: int) -> float:
-    """Of one update: the loss of a batch and its gradient."""
-    rows = np.arange(batch) % task.num_rows
-    drawn = task.draw(batch, torch.Generator().manual_seed(0))
-    with counting() as total:
-        task.loss(task.network, task.read(rows), drawn).sum().backward()
-        return float(total())
 
 
 def flops_of_samples(pipe: AtollPipeline, captions: Sequence[str]) -> float:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from atoll.data.view import Rows, decode_rows
+from atoll.data.view import DatasetView, decode_rows
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import Features, make_features
 from atoll.errors import InputError, unknown
@@ -82,19 +82,19 @@ class Figure(NamedTuple):
 Figures = dict[str, Figure]  # by metric and, after a slash, the network
 
 
-def shuffled(rows: Rows) -> NDArray[np.int64]:
+def shuffled(rows: DatasetView) -> NDArray[np.int64]:
     """The training rows in the order in which they are taken as reference."""
     return np.random.default_rng(1).permutation(rows.train)
 
 
-def reference_labels(rows: Rows, settings: Settings) -> list[str]:
+def reference_labels(rows: DatasetView, settings: Settings) -> list[str]:
     return rows.data.texts("label", shuffled(rows)[: settings.num_reference])
 
 
 class Yardstick:
     """The networks, and the reference that pictures are compared with: the training pictures, through the codec."""
 
-    def __init__(self, rows: Rows, out: Path, settings: Settings, metrics: Sequence[str], progress: bool) -> None:
+    def __init__(self, rows: DatasetView, out: Path, settings: Settings, metrics: Sequence[str], progress: bool) -> None:
         self.rows, self.out, self.settings, self.progress = rows, out, settings, progress
         self.metrics = frozenset(metrics)
         self.device = get_device(settings.device)
