@@ -8,7 +8,7 @@ from PIL import Image
 
 from atoll.data.builtin import make
 from atoll.data.duplicates import Duplicates
-from atoll.data.images import Picture, Transform, read_picture
+from atoll.data.images import CroppedImage, Transform, read_image
 from atoll.data.shards import Shard, write_shard
 
 TRANSFORM = Transform(size=64, min_side=16)
@@ -26,17 +26,17 @@ def photo(seed: int) -> Image.Image:
     return Image.fromarray(np.average(layers, 0, [4, 3, 2, 1]).astype(np.uint8))
 
 
-def read(image: Image.Image, kind: str = "BMP", **options: object) -> Picture:
+def read(image: Image.Image, kind: str = "BMP", **options: object) -> CroppedImage:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
-    return read_picture(buffer.getvalue(), TRANSFORM)
+    return read_image(buffer.getvalue(), TRANSFORM)
 
 
-def add(seen: Duplicates, picture: Picture) -> None:
+def add(seen: Duplicates, picture: CroppedImage) -> None:
     seen.add(picture.digest, picture.likeness, picture.thumb)
 
 
-def find(seen: Duplicates, picture: Picture) -> str:
+def find(seen: Duplicates, picture: CroppedImage) -> str:
     return seen.find(picture.digest, picture.likeness, picture.thumb)
 
 

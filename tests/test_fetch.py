@@ -173,10 +173,9 @@ def readings(tar: Path) -> dict[int, tuple[str, str, np.ndarray]]:
     """What `atoll prepare` gets: number in the package -> caption, label, pixels at the size they have."""
     size = Image.open(io.BytesIO(next(iter(members(tar).values())))).width
     found = {}
-    for reading in read_items(list(Source(str(tar)).items()), Transform(size, 8)):
-        assert not reading.fault
-        assert reading.picture is not None
-        found[int(Path(reading.item.key).stem)] = (reading.caption, reading.label, reading.picture.pixels)
+    for item, image in read_items(list(Source(str(tar)).items()), Transform(size, 8)):
+        assert image is not None, item.fault
+        found[int(Path(item.key).stem)] = (item.caption, item.label, image.pixels)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from atoll.data import images
-from atoll.data.images import Rejected, Transform, read_picture
+from atoll.data.images import Rejected, Transform, read_image
 
 TRANSFORM = Transform(size=32, min_side=16)
 
@@ -32,7 +32,7 @@ def colours(pixels: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...], tuple
     return tuple(tuple((pixels[y, x].astype(int) + 20) // 40) for y, x in ((3, 16), (24, 4), (24, 28)))
 
 
-EXPECTED = colours(read_picture(scene(), TRANSFORM).pixels)
+EXPECTED = colours(read_image(scene(), TRANSFORM).pixels)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ EXPECTED = colours(read_picture(scene(), TRANSFORM).pixels)
     ids=["png", "jpeg", "webp", "bmp", "tiff", "palette", "cmyk", "rgba", "animated"],
 )
 def test_formats(content):
-    picture = read_picture(content, TRANSFORM)
+    picture = read_image(content, TRANSFORM)
     assert picture.pixels.shape == (32, 32, 3)
     assert colours(picture.pixels) == EXPECTED
 
@@ -60,12 +60,12 @@ def test_exif_rotation():
     turned = scene().transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6  # turn it 90 degrees clockwise to view it
-    assert colours(read_picture(saved(turned, "JPEG", quality=95, exif=exif), TRANSFORM).pixels) == EXPECTED
+    assert colours(read_image(saved(turned, "JPEG", quality=95, exif=exif), TRANSFORM).pixels) == EXPECTED
 
 
 def test_sixteen_bits():
     ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (64, 1))
-    pixels = read_picture(saved(Image.fromarray(ramp), "PNG"), TRANSFORM).pixels
+    pixels = read_image(saved(Image.fromarray(ramp), "PNG"), TRANSFORM).pixels
     assert pixels[16, 1, 0] < 20
     assert 110 < pixels[16, 16, 0] < 145
     assert pixels[16, 30, 0] > 235
@@ -75,12 +75,12 @@ def test_transparency_lies_on_white():
     image = scene().convert("RGBA")
     image.putalpha(Image.new("L", image.size, 0))
     image.paste(scene().crop((0, 0, 30, 40)), (0, 0))
-    assert read_picture(saved(image, "PNG"), TRANSFORM).pixels[24, 28].tolist() == [255, 255, 255]
+    assert read_image(saved(image, "PNG"), TRANSFORM).pixels[24, 28].tolist() == [255, 255, 255]
 
 
 def test_a_hundred_megapixels():
     huge = scene().resize((10_000, 10_000))
-    assert colours(read_picture(saved(huge, "JPEG"), TRANSFORM).pixels)[0] == EXPECTED[0]
+    assert colours(read_image(saved(huge, "JPEG"), TRANSFORM).pixels)[0] == EXPECTED[0]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_a_hundred_megapixels():
 )
 def test_rejected(content, reason):
     with pytest.raises(Rejected, match=reason):
-        read_picture(content, TRANSFORM)
+        read_image(content, TRANSFORM)
 
 
 def test_too_large_is_refused_unread(monkeypatch):
     monkeypatch.setattr(images, "MAX_PIXELS", 1000)
     with pytest.raises(Rejected, match=r"too large \(60x40"):
-        read_picture(saved(scene(), "PNG"), TRANSFORM)
+        read_image(saved(scene(), "PNG"), TRANSFORM)
 
 
 def test_any_bytes_are_rejected_not_raised():
@@ -116,7 +116,7 @@ def test_any_bytes_are_rejected_not_raised():
         for place in rng.integers(2, len(good), 8):
             damaged[place] = rng.integers(256)
         try:
-            read_picture(bytes(damaged), TRANSFORM)
+            read_image(bytes(damaged), TRANSFORM)
         except Rejected as error:
             assert str(error)
 
@@ -126,4 +126,4 @@ def test_formats_that_start_programs_are_not_read(monkeypatch):
     content = saved(scene(), "EPS")
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("a program was started"))
     with pytest.raises(Rejected, match="broken image"):
-        read_picture(content, TRANSFORM)
+        read_image(content, TRANSFORM)

@@ -180,7 +180,7 @@ class TestRejected:
         assert len(make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))) == 2
 
     def test_no_pictures(self, tmp_path):
-        with pytest.raises(InputError, match="there is no picture in"):
+        with pytest.raises(InputError, match="there is no image in"):
             count(Source(str(write(tmp_path / "in", {"a.doc": b"x"}))), progress=False)
 
 
@@ -306,7 +306,7 @@ class TestRefused:
         source = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
         make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
         write(source, {"b.png": png(1), "b.txt": "b"})
-        with pytest.raises(InputError, match="its pictures or captions have changed"):
+        with pytest.raises(InputError, match="its images or captions have changed"):
             make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
 
     def test_a_folder_of_something_else(self, tmp_path):
@@ -357,7 +357,7 @@ class TestChanged:
         place = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
         make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
         write(place, {"a.txt": "something else"})
-        with pytest.raises(InputError, match="its pictures or captions have changed"):
+        with pytest.raises(InputError, match="its images or captions have changed"):
             make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
 
     def test_a_model(self, dino, tmp_path):
@@ -390,13 +390,13 @@ def test_many_more_shards_than_files_may_be_open(tmp_path):
 
 def test_features_see_more_than_the_latents(tmp_path):
     """A photo of 300 pixels, prepared at 16, is clustered by what its 28 pixels show the network, not its 16."""
-    from atoll.data.images import read_picture
+    from atoll.data.images import read_image
 
     transform = Settings(size=16).transform(feature_size=28)
-    picture = read_picture(png(3), transform)
+    picture = read_image(png(3), transform)
     assert picture.pixels.shape == (16, 16, 3)
     assert picture.large.shape == (28, 28, 3)
-    assert read_picture(png(3), Settings(size=32).transform(feature_size=28)).large is None
+    assert read_image(png(3), Settings(size=32).transform(feature_size=28)).large is None
 
 
 def test_files_can_be_read_by_others(tmp_path):

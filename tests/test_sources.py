@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from atoll.data.images import Transform, read_picture
+from atoll.data.images import Transform, read_image
 from atoll.data.sources import Item, Source, read_items
 from atoll.errors import InputError
 
@@ -53,8 +53,8 @@ def items(place: Path | str, **options: object) -> list[Item]:
 
 def captions(place: Path | str, **options: object) -> dict[str, str]:
     """What is read in the end: key -> caption, or the fault in brackets."""
-    readings = read_items(items(place, **options), TRANSFORM)
-    return {r.item.key: f"[{r.fault}]" if r.fault else r.caption for r in readings}
+    samples = read_items(items(place, **options), TRANSFORM)
+    return {item.key: item.caption if image else f"[{item.fault}]" for item, image in samples}
 
 
 class TestFolders:
@@ -338,7 +338,7 @@ class TestDamage:
         content[member.offset + 124 : member.offset + 136] = b"%011o\0" % (end - member.offset_data)
         self.mend(content, member.offset)
         found = self.check(tmp_path / "0.tar", bytes(content))
-        assert "the archive is damaged after this point: this picture is said to hold" in found["0.tar/3.png"]
+        assert "the archive is damaged after this point: this image is said to hold" in found["0.tar/3.png"]
 
     def test_every_end(self, tmp_path):
         content = self.archive(tmp_path / "0.tar")
@@ -447,7 +447,7 @@ class TestTables:
         return pa.table({"image": pictures, "text": ["one", "two", None, "four"]})
 
     def expected(self, name: str) -> dict[str, str]:
-        faults = ("one", "two", "[no caption]", "[cannot be read (the cell holds no picture)]")
+        faults = ("one", "two", "[no caption]", "[cannot be read (the cell holds no image)]")
         return {f"{name}/{i:08d}": caption for i, caption in enumerate(faults)}
 
     def test_parquet(self, tmp_path):
@@ -479,9 +479,9 @@ class TestTables:
         found = items(tmp_path)
         assert [item.caption for item in found] == [str(i) for i in range(rows)]
         order = [550, 3, 4, 599, 0, 120, 119]
-        readings = read_items([found[i] for i in order], TRANSFORM)
-        expected = [read_picture(png(i), TRANSFORM).digest for i in order]
-        assert [reading.picture.digest for reading in readings] == expected
+        samples = read_items([found[i] for i in order], TRANSFORM)
+        expected = [read_image(png(i), TRANSFORM).digest for i in order]
+        assert [image.digest for _, image in samples] == expected
 
     def test_broken(self, tmp_path):
         pq.write_table(self.table(), tmp_path / "b.parquet")
@@ -490,13 +490,13 @@ class TestTables:
         assert found["b.parquet/00000000"] == "one"
         assert found["data.parquet/00000000"].startswith("[the table is damaged after this point (cannot be read as")
         pq.write_table(pa.table({"text": ["a"]}), tmp_path / "data.parquet")
-        with pytest.raises(InputError, match="has no column of pictures"):
+        with pytest.raises(InputError, match="has no column of images"):
             items(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["avatars", "shapes", "digits"])
 def test_built_in(name):
     found = items(name, num=5, size=16)
-    readings = read_items(found, TRANSFORM)
-    assert [reading.fault for reading in readings] == [""] * 5
-    assert all(reading.caption.startswith("a ") for reading in readings)
+    samples = read_items(found, TRANSFORM)
+    assert [item.fault for item, _ in samples] == [""] * 5
+    assert all(item.caption.startswith("a ") for item, _ in samples)

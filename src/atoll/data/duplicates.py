@@ -1,8 +1,11 @@
-"""Which pictures have been seen before, exactly or nearly, in about 40 bytes a picture."""
+"""Which images have been seen before, exactly or nearly, in about 40 bytes per image."""
+
+from array import array
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.data.images import CroppedImage
 from atoll.data.shards import Shard
 
 BANDS, BAND_BITS = 4, 16
@@ -12,13 +15,13 @@ MAX_CANDIDATES = 256  # a band, newest first: keeps low-entropy data from costin
 
 
 class Duplicates:
-    """Pictures by digest (exact) and, if `near`, by likeness and thumb (copies rescaled or compressed anew)."""
+    """Images by digest (exact) and, if `near`, by likeness and thumb (copies rescaled or compressed anew)."""
 
     def __init__(self, near: bool) -> None:
         self.near = near
         self._exact = _Set()
-        self._likeness = _Growing(np.uint64)
-        self._next = [_Growing(np.int32) for _ in range(BANDS)]
+        self._likeness = array("Q")
+        self._next = [array("i") for _ in range(BANDS)]
         self._last = np.full((BANDS, 1 << BAND_BITS), -1, np.int32)
         self._shards: list[Shard] = []  # where the thumbs of finished shards lie
         self._starts: list[int] = []
@@ -38,8 +41,16 @@ class Duplicates:
         self._likeness.append(likeness)
         self._fresh.append(thumb)
         for band, key in enumerate(_bands(likeness)):
-            self._next[band].append(self._last[band, key])
+            self._next[band].append(int(self._last[band, key]))
             self._last[band, key] = row
+
+    def add_new(self, image: CroppedImage) -> str:
+        """Adds an image that was not seen before; of another, returns what it is."""
+        name = image.digest, image.likeness, image.thumb
+        if kind := self.find(*name):
+            return f"{kind} duplicate"
+        self.add(*name)
+        return ""
 
     def close_shard(self, shard: Shard) -> None:
         """What was added since the last call now lies in this file."""
@@ -57,10 +68,10 @@ class Duplicates:
                     break
                 if row not in seen:
                     seen.add(row)
-                    different = (int(self._likeness[row]) ^ likeness).bit_count()
+                    different = (self._likeness[row] ^ likeness).bit_count()
                     if different <= MAX_DIFFERENT_BITS and _difference(self._thumb(row), thumb) <= MAX_DIFFERENCE:
                         return True
-                row = int(self._next[band][row])
+                row = self._next[band][row]
         return False
 
     def _thumb(self, row: int) -> NDArray[np.uint8]:
@@ -68,8 +79,8 @@ class Duplicates:
         if row >= stored:
             return self._fresh[row - stored]
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
-        found: NDArray[np.uint8] = self._shards[part].take("thumb", np.array([row - self._starts[part]]))[0]
-        return found
+        thumb: NDArray[np.uint8] = self._shards[part].take("thumb", np.array([row - self._starts[part]]))[0]
+        return thumb
 
 
 class _Set:
@@ -98,26 +109,6 @@ class _Set:
         slot = self._slot(name)
         self._num += int(self._table[slot] == 0)
         self._table[slot] = name
-
-
-class _Growing:
-    """An array that doubles when it is full."""
-
-    def __init__(self, dtype: type[np.generic]) -> None:
-        self._values = np.zeros(1024, dtype)
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, row: int) -> np.generic:
-        return self._values[row]
-
-    def append(self, value: object) -> None:
-        if self._num == len(self._values):
-            self._values = np.concatenate([self._values, np.zeros_like(self._values)])
-        self._values[self._num] = value
-        self._num += 1
 
 
 def _name(digest: bytes) -> int:

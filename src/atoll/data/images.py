@@ -1,4 +1,4 @@
-"""One picture from bytes to a square of pixels, with what is needed to filter, split and find duplicates.
+"""One image from bytes to a square of pixels, with what is needed to filter, split and find duplicates.
 
 Nothing here needs torch, so that worker processes start quickly.
 """
@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from atoll.errors import printable
 
-MAX_PIXELS = 250_000_000  # a picture of more is refused unread: it would take a gigabyte to look at
+MAX_PIXELS = 250_000_000  # an image of more is refused unread: it would take a gigabyte to look at
 Image.MAX_IMAGE_PIXELS = None  # ours is checked first, from the header
 # What a file is, is read from its bytes, whatever its name says: not all of the 40 formats that PIL can read, some of
 # which start other programs (EPS: Ghostscript). AVIF is not in every build of PIL.
@@ -27,35 +27,35 @@ FORMATS: list[str] = [name for name in _USUAL if name in Image.OPEN]
 
 @dataclass(frozen=True)
 class Transform:
-    """How a picture becomes size x size pixels, and which pictures are not worth it."""
+    """How an image becomes size x size pixels, and which images are not worth it."""
 
     size: int
     min_side: int  # the shorter side, in pixels
     max_aspect: float = 4.0  # longer side / shorter side: a centre crop of a banner shows little of it
     min_contrast: float = 2.0  # standard deviation of the pixels of a channel, of 255: less is a blank page
-    feature_size: int = 0  # features are taken from the picture at this size, if that is larger
+    feature_size: int = 0  # features are taken from the image at this size, if that is larger
 
 
-class Picture(NamedTuple):
-    """A picture that passed."""
+class CroppedImage(NamedTuple):
+    """An image that passed the filters."""
 
     pixels: NDArray[np.uint8]  # [size, size, 3]
     digest: bytes  # 16 bytes that name the pixels
     thumb: NDArray[np.uint8]  # [8, 8, 3]
-    likeness: int  # 64 bits that are nearly equal for nearly equal pictures
+    likeness: int  # 64 bits that are nearly equal for nearly equal images
     origin: bytes  # 16 bytes that name what it was made of, whatever the size it is made
     large: NDArray[np.uint8] | None = None  # [feature_size, feature_size, 3], if that is larger than size
 
 
 class Rejected(Exception):
-    """Why a picture did not pass, in a few words."""
+    """Why an image did not pass, in a few words."""
 
 
-def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
-    """Decode, turn upright, make RGB, filter, scale and crop."""
+def read_image(source: bytes | Image.Image, transform: Transform) -> CroppedImage:
+    """Decodes, turns upright, makes RGB, filters, scales and crops."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # damaged metadata of a good picture
+            warnings.simplefilter("ignore")  # damaged metadata of a good image
             image = Image.open(io.BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
             check_shape(image, transform)
             lossy = source if isinstance(source, bytes) and image.format in ("JPEG", "MPO") else None
@@ -68,12 +68,12 @@ def read_picture(source: bytes | Image.Image, transform: Transform) -> Picture:
     except Rejected:
         raise
     except Exception as error:  # PIL raises almost anything on damaged files
-        told = re.sub(r" ?<.*>", "", str(error)) or type(error).__name__  # without addresses: the same in every run
-        raise Rejected(f"broken image ({printable(told[:80])})" if source else "empty file") from error
+        reason = re.sub(r" ?<.*>", "", str(error)) or type(error).__name__  # without addresses: the same in every run
+        raise Rejected(f"broken image ({printable(reason[:80])})" if source else "empty file") from error
     if pixels.std((0, 1)).max() < transform.min_contrast:
         raise Rejected("blank image")
     thumb = np.asarray(Image.fromarray(pixels).resize((8, 8), Image.Resampling.BOX))
-    return Picture(pixels, _name(pixels.tobytes()), thumb, likeness_of(pixels), origin, large)
+    return CroppedImage(pixels, _name(pixels.tobytes()), thumb, likeness_of(pixels), origin, large)
 
 
 def _name(content: bytes) -> bytes:
@@ -92,7 +92,7 @@ def check_shape(image: Image.Image, transform: Transform) -> None:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """The picture as it is to be looked at, in RGB."""
+    """Returns the image as it is to be looked at, in RGB."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
         deep = np.asarray(image).astype(np.float64)
@@ -113,7 +113,7 @@ def square(image: Image.Image, size: int) -> Image.Image:
 
 
 def likeness_of(pixels: NDArray[np.uint8]) -> int:
-    """A perceptual hash: which of 64 low frequencies of the grey picture lie above their median."""
+    """A perceptual hash: which of 64 low frequencies of the grey image lie above their median."""
     grey = np.asarray(Image.fromarray(pixels).convert("L").resize((32, 32), Image.Resampling.BOX), dtype=np.float64)
     low = (_COSINES @ grey @ _COSINES.T).flatten()
     return int.from_bytes(np.packbits(low > np.median(low)).tobytes(), "big")

@@ -1,9 +1,9 @@
-"""From a source of pictures to a data set: `atoll prepare`.
+"""From a source of images to a data set: `atoll prepare`.
 
 The source is cut into chunks of items, and a chunk becomes a shard. What a chunk becomes depends on its items, on the
 settings and on the shards before it (for duplicates), never on when or by how many processes it is made. So a run that
-was killed goes on after its last whole shard, and ends with the same bytes as one that was not. Where a shard takes
-long, what a slow codec has made of its first pictures is saved meanwhile, beside the shard that they will be part of.
+was killed resumes after its last whole shard, and ends with the same bytes as one that was not. Where a shard takes
+long, what a slow codec has made of its first images is saved meanwhile, beside the shard that they will be part of.
 """
 
 import hashlib
@@ -18,20 +18,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from atoll.data.duplicates import Duplicates
-from atoll.data.images import Picture, Transform
+from atoll.data.images import CroppedImage, Transform
 from atoll.data.shards import FORMAT, HELD_OUT, MAX_SIZE, TRAIN, Shard, check_described, write_shard, write_sums
-from atoll.data.sources import DAMAGED, Item, Reading, Source
-from atoll.data.workers import Readers, readers
+from atoll.data.sources import DAMAGED, Item, Samples, Source, readers
 from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import check_same, public_spec
@@ -40,15 +39,14 @@ from atoll.errors import InputError, printable, shown
 from atoll.storage import alone, digest_of, make_folder, open_regular, read_json, write_json, write_whole
 from atoll.tensors import read_tensors
 
-Model = TypeVar("Model", Codec, Features)
-Value = TypeVar("Value")
+Row = tuple[Item, CroppedImage]
 
 CHUNK = 512  # items a shard; fewer where they are so large that more would not fit into 50 MB
-BATCH = 64  # pictures at a time through the codec and the features
+BATCH = 64  # images at a time through the codec and the features
 SLOW_BATCH = 1  # where each takes long
 SAVE_EVERY = 30.0  # seconds after which the part of a shard that is done is saved
 MAX_WORKERS = 1024
-NUM_FIT = 2048  # pictures that a codec is fitted to; fewer in the same way
+NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Settings:
     codec: str = "pca"
     text: str = "words"
     features: str = "simple"
-    holdout: float = 0.05  # share of pictures kept from training
+    holdout: float = 0.05  # share of images kept from training
     near_duplicates: str = "auto"  # "drop", "keep", or "auto": drop, but keep those of what is built in
     min_side: int | None = None  # None: half of size
     max_aspect: float = 4.0
@@ -95,31 +93,6 @@ class Census(NamedTuple):
     sample: list[Item]
 
 
-class Kept(NamedTuple):
-    """An item that becomes a row."""
-
-    reading: Reading
-    picture: Picture
-    split: int
-
-
-@dataclass
-class Totals:
-    """What has become of the items so far."""
-
-    rows: int = 0
-    train: int = 0
-    held_out: int = 0
-    rejected: int = 0
-
-    def add(self, shard: Shard) -> None:
-        split = shard["split"]
-        self.rows += len(split)
-        self.held_out += int((split == HELD_OUT).sum())
-        self.train += int((split == TRAIN).sum())
-        self.rejected += len(shard["rejected.offsets"]) - 1
-
-
 def prepare(
     source: Source,
     out: str | Path,
@@ -128,7 +101,7 @@ def prepare(
     progress: bool = True,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Make the data set, or go on making it; returns what its dataset.json says. `device` runs codec and features."""
+    """Makes the data set, or resumes making it; returns its dataset.json. `device` is that of codec and features."""
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
     out = Path(out)
@@ -148,7 +121,8 @@ def prepare(
 def _prepare(
     source: Source, out: Path, settings: Settings, num_workers: int | None, progress: bool, device: torch.device
 ) -> dict[str, Any]:
-    text, features = make_text_encoder(settings.text), _on(make_features(settings.features), device)
+    text, features = make_text_encoder(settings.text), make_features(settings.features)
+    _move(features, device)
     side = max(settings.size, features.size)
     chunk = min(CHUNK, max(64, (1 << 24) // side**2))
     census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
@@ -159,36 +133,29 @@ def _prepare(
     if num_workers is None:
         num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
     near = settings.near_duplicates == "drop" or (settings.near_duplicates == "auto" and source.kind != "built-in")
-    duplicates, totals = Duplicates(near), Totals()
+    duplicates, counts = Duplicates(near), dict.fromkeys(("rows", "train", "held_out", "rejected"), 0)
     with readers(num_workers, settings.transform(features.size), chunk) as read:
-        codec = _on(_codec(out, source, settings, census, read, progress), device)
+        codec = _codec(out, source, settings, census, read, progress)
+        _move(codec, device)
         models = Models(codec, text, features, device)
-        sums = _resume(out, duplicates, totals)
+        sums = _resume(out, duplicates, counts)
         done = len(sums) * chunk
         bar = tqdm(total=census.num_items, initial=min(done, census.num_items), desc="prepare", unit=" images",
                    smoothing=0.1, disable=not progress)  # fmt: skip
         with bar:
-            readings = read.read_all(islice(source.items(), done, None))
-            for own in _runs(readings, chunk):
+            samples = read(islice(source.items(), done, None))
+            for first in samples:
                 path = _shard_path(out, len(sums))
-                made = Making(models, path.with_name(f".{path.stem}.part"), bar.update)
-                rejected = []
-                for reading in own:
-                    fault = _fault(reading, duplicates)
-                    if fault or reading.picture is None:
-                        line = {"key": reading.item.key, "reason": fault}
-                        rejected.append(_json_line(line))
-                        bar.update()
+                writer = ShardWriter(models, path, bar.update)
+                for item, image in chain([first], islice(samples, chunk - 1)):
+                    fault = item.fault if image is None else duplicates.add_new(image)
+                    if image is None or fault:
+                        writer.reject(item.key, fault)
                     else:
-                        made.add(Kept(reading, reading.picture, split_of(reading.picture.origin, settings.holdout)))
-                columns = made.finish()
-                columns["row"] = np.arange(totals.rows, totals.rows + len(made.kept), dtype=np.int64)
-                sums[path.name] = _write(path, made.kept, rejected, columns)
-                made.part.unlink(missing_ok=True)
-                shard = Shard(path)
-                duplicates.close_shard(shard)
-                totals.add(shard)
-    if totals.rows == 0:
+                        writer.add((item, image))
+                sums[path.name] = writer.finish(counts["rows"], settings.holdout)
+                _note(Shard(path), duplicates, counts)
+    if counts["rows"] == 0:
         faults = Counter(json.loads(line)["reason"] for line in _rejected(out))
         _forget(out)
         raise _nothing_left(source, faults)
@@ -199,7 +166,7 @@ def _prepare(
     write_sums(out / "shards", sums)
     about |= {
         "complete": True,
-        "counts": asdict(totals),
+        "counts": counts,
         "codec": _described(codec, settings),
         "latent_shape": list(codec.latent_shape(settings.size)),
     }
@@ -220,9 +187,9 @@ def _device(name: str) -> torch.device:
         raise InputError(f"unknown device {name!r}: use auto, cpu or cuda") from error
 
 
-def _on(model: Model, device: torch.device) -> Model:
+def _move(model: Codec | Features, device: torch.device) -> None:
     try:
-        return model.to(device) if isinstance(model, nn.Module) else model
+        model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
             f"the device {device} cannot be used ({str(error).splitlines()[0]}): use --device cpu"
@@ -230,7 +197,7 @@ def _on(model: Model, device: torch.device) -> Model:
 
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> Census:
-    """Go through the items of a source once, without a look at any picture."""
+    """Goes through the items of a source once, without a look at any image."""
     digest, num, faults = hashlib.blake2b(digest_size=16), 0, Counter[str]()
     heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
     for item in tqdm(source.items(), desc="count", unit=" images", disable=not progress, leave=False):
@@ -243,16 +210,16 @@ def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> C
             rank = -int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
             (heapq.heappush if len(heap) < num_sample else heapq.heappushpop)(heap, (rank, num, item))
     if num == 0:
-        raise InputError(f"there is no picture in {source.place}: images end in .jpg, .png, .webp and the like")
+        raise InputError(f"there is no image in {source.place}: images end in .jpg, .png, .webp and the like")
     return Census(num, digest.hexdigest(), faults, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])])
 
 
 def _begin(
     out: Path, source: Source, settings: Settings, census: Census, models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Start dataset.json, or make sure that the one that is there is of this very run."""
+    """Starts dataset.json, or makes sure that the one that is there is of this very run."""
     path = out / "dataset.json"
-    asked: dict[str, Any] = {
+    current: dict[str, Any] = {
         "format": FORMAT,
         "complete": False,
         "license": settings.license,
@@ -263,17 +230,17 @@ def _begin(
     if not path.exists():
         if any(other.name != ".dataset.json.tmp" for other in out.iterdir()):
             raise InputError(f"{out} is not empty and not a data set: choose another --out")
-        write_json(path, asked)
-        return asked
+        write_json(path, current)
+        return current
     stored = read_json(path, "delete the folder and prepare it again")
     if not all(isinstance(stored.get(part), dict) for part in ("settings", "source", "text", "features")):
         raise InputError(f"{path} does not say how it was begun: delete the folder and prepare it again")
     for part in ("settings", "source"):
-        for key, value in asked[part].items():
+        for key, value in current[part].items():
             before = stored[part].get(key)
             if before != value:
                 what = (
-                    "its pictures or captions have changed"
+                    "its images or captions have changed"
                     if key in ("items", "keys")
                     else f"{key} was {shown(before)}, now {shown(value)}"
                 )
@@ -287,62 +254,65 @@ def _begin(
     return stored
 
 
-def _codec(out: Path, source: Source, settings: Settings, census: Census, read: Readers, progress: bool) -> Codec:
-    """The codec of the data set: the one it has, or a new one, fitted to the sample if it is of that kind."""
+def _codec(
+    out: Path,
+    source: Source,
+    settings: Settings,
+    census: Census,
+    read: Callable[[Iterable[Item]], Samples],
+    progress: bool,
+) -> Codec:
+    """Returns the codec of the data set: the one it has, or a new one, fitted to the sample if it is of that kind."""
     if (out / "vae").exists():
         return load_codec(out)
-    pictures = None
+    sample = None
     if needs_sample(settings.codec):
-        found = read.read_all(census.sample)
-        bar = tqdm(found, "fit codec", len(census.sample), unit=" images", disable=not progress, leave=False)
-        readings = list(bar)
-        kept = [reading.picture.pixels for reading in readings if reading.picture is not None]
-        if not kept:
-            raise _nothing_left(source, census.faults + Counter(reading.fault for reading in readings))
-        pictures = _tensor(kept)
-    codec = make_codec(settings.codec, sample=pictures)
+        bar = tqdm(read(census.sample), "fit codec", len(census.sample), unit=" images", disable=not progress,
+                   leave=False)  # fmt: skip
+        faults, pixels = census.faults.copy(), []
+        for item, image in bar:
+            if image is None:
+                faults[item.fault] += 1
+            else:
+                pixels.append(image.pixels)
+        if not pixels:
+            raise _nothing_left(source, faults)
+        sample = _tensor(pixels)
+    codec = make_codec(settings.codec, sample=sample)
     codec.latent_shape(settings.size)
     _save_whole(out, codec)
     return load_codec(out)  # not the fitted one: laid out otherwise in memory, it would round otherwise, too
 
 
-def _resume(out: Path, duplicates: Duplicates, totals: Totals) -> dict[str, str]:
-    """Take note of the shards that are there; returns the SHA-256 of each."""
+def _resume(out: Path, duplicates: Duplicates, counts: dict[str, int]) -> dict[str, str]:
+    """Takes note of the shards that are there; returns the SHA-256 of each."""
     sums: dict[str, str] = {}
     while (path := _shard_path(out, len(sums))).exists():
         shard = Shard(path)
         for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
             duplicates.add(digest.tobytes(), int(likeness), thumb)
-        duplicates.close_shard(shard)
-        totals.add(shard)
+        _note(shard, duplicates, counts)
         sums[path.name] = digest_of(path)
     return sums
 
 
-def _fault(reading: Reading, duplicates: Duplicates) -> str:
-    """Why an item is left out; what is kept is remembered, to know others that are like it."""
-    picture = reading.picture
-    if picture is None:
-        return reading.fault
-    if kind := duplicates.find(picture.digest, picture.likeness, picture.thumb):
-        return f"{kind} duplicate"
-    duplicates.add(picture.digest, picture.likeness, picture.thumb)
-    return ""
-
-
-def _json_line(values: dict[str, str]) -> str:
-    """JSON that a terminal shows as it is: what moves its cursor is escaped."""
-    line = json.dumps(values, ensure_ascii=False)
-    return line if line.isprintable() else json.dumps(values)
+def _note(shard: Shard, duplicates: Duplicates, counts: dict[str, int]) -> None:
+    """Counts a finished shard."""
+    duplicates.close_shard(shard)
+    split = shard["split"]
+    counts["rows"] += len(split)
+    counts["train"] += int((split == TRAIN).sum())
+    counts["held_out"] += int((split == HELD_OUT).sum())
+    counts["rejected"] += len(shard["rejected.offsets"]) - 1
 
 
 def split_of(origin: bytes, holdout: float) -> int:
-    """Held out or not, by the picture's own content: it stays so whatever is added, and at whatever size."""
+    """Held out or not, by the image's own content: it stays so whatever is added, and at whatever size."""
     return HELD_OUT if int.from_bytes(origin[8:], "big") < holdout * 2**64 else TRAIN
 
 
 class Models(NamedTuple):
-    """What makes numbers of pictures and captions."""
+    """What makes numbers of images and captions."""
 
     codec: Codec
     text: TextEncoder
@@ -351,93 +321,102 @@ class Models(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """How many pictures go through at once; on a CPU, networks take them one by one in any case."""
+        """How many images go through at once; on a CPU, networks take them one by one in any case."""
         slow = isinstance(self.codec, VAE) or not isinstance(self.features, Simple)
         return SLOW_BATCH if slow and self.device.type == "cpu" else BATCH
 
-    def encode(self, batch: Sequence[Kept]) -> dict[str, Tensor]:
-        images = _tensor([one.picture.pixels for one in batch]).to(self.device)
-        large = [one.picture.large for one in batch if one.picture.large is not None]
+    def encode(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        pixels = _tensor([image.pixels for _, image in rows]).to(self.device)
+        large = [image.large for _, image in rows if image.large is not None]
         columns = {
-            "latents": self.codec.encode(images).half().cpu(),
-            "features": self.features.extract(_tensor(large).to(self.device) if large else images).half().cpu(),
-            "tokens": self.text.tokenize([one.reading.caption for one in batch]).to(torch.int32),
+            "latents": self.codec.encode(pixels).half().cpu(),
+            "features": self.features.extract(_tensor(large).to(self.device) if large else pixels).half().cpu(),
+            "tokens": self.text.tokenize([item.caption or "" for item, _ in rows]).to(torch.int32),
         }
         for name in ("latents", "features"):
             if not bool(torch.isfinite(columns[name]).all()):
-                key = shown(batch[0].reading.item.key)
+                key = shown(rows[0][0].key)
                 raise InputError(f"the {name} of {key} and after are not finite in half precision: use another model")
         return columns
 
 
-class Making:
+class ShardWriter:
     """A shard in the making: its rows are encoded as they come, and what is done is saved every now and then.
 
-    A run that goes on finds it in `part`, and encodes only what comes after.
+    A run that resumes finds it in `part`, and encodes only what comes after.
     """
 
-    def __init__(self, models: Models, part: Path, on_rows: Callable[[int], object]) -> None:
-        self.models, self.part, self.on_rows = models, part, on_rows
-        self.kept: list[Kept] = []
+    def __init__(self, models: Models, path: Path, on_items: Callable[[int], object]) -> None:
+        self.models, self.path, self.on_items = models, path, on_items
+        self.part = path.with_name(f".{path.stem}.part")
+        self._rows: list[Row] = []
+        self._rejected: list[str] = []
         self._batches: list[dict[str, Tensor]] = []
-        self._num, self._saved = 0, time.monotonic()
+        self._num_encoded, self._saved = 0, time.monotonic()
         self._stored: dict[str, Tensor] = {}
-        if part.exists():
+        if self.part.exists():
             with suppress(InputError):  # damaged: made anew
-                stored = read_tensors(part, "delete it")
+                stored = read_tensors(self.part, "delete it")
                 self._stored = stored if stored.keys() == {"latents", "features", "tokens", "digest"} else {}
 
-    def add(self, one: Kept) -> None:
-        self.kept.append(one)
-        if len(self.kept) - self._num == self.models.batch:
+    def reject(self, key: str, reason: str) -> None:
+        about = {"key": key, "reason": reason}
+        line = json.dumps(about, ensure_ascii=False)
+        self._rejected.append(line if line.isprintable() else json.dumps(about))  # nothing moves a terminal's cursor
+        self.on_items(1)
+
+    def add(self, row: Row) -> None:
+        self._rows.append(row)
+        if len(self._rows) - self._num_encoded == self.models.batch:
             self._encode()
 
-    def finish(self) -> dict[str, NDArray[Any]]:
-        """The columns that models make."""
-        if len(self.kept) > self._num:
+    def finish(self, first_row: int, holdout: float) -> str:
+        """Writes the shard and returns its SHA-256."""
+        if len(self._rows) > self._num_encoded:
             self._encode()
-        return {name: tensor.numpy() for name, tensor in self._columns().items() if name != "digest"}
+        items, images = [item for item, _ in self._rows], [image for _, image in self._rows]
+        columns = {name: tensor.numpy() for name, tensor in self._columns().items() if name != "digest"}
+        columns |= {
+            "row": np.arange(first_row, first_row + len(items), dtype=np.int64),
+            "split": np.array([split_of(image.origin, holdout) for image in images], np.uint8),
+            "digest": np.array([list(image.digest) for image in images], np.uint8).reshape(-1, 16),
+            "likeness": np.array([image.likeness for image in images], np.uint64),
+            "thumb": np.array([image.thumb for image in images], np.uint8).reshape(-1, 8, 8, 3),
+        }
+        strings = {
+            "key": [item.key for item in items],
+            "caption": [item.caption or "" for item in items],
+            "label": [item.label for item in items],
+            "rejected": self._rejected,
+        }
+        digest = write_shard(self.path, columns, strings)
+        self.part.unlink(missing_ok=True)
+        return digest
 
     def _columns(self) -> dict[str, Tensor]:
         names = self._batches[0] if self._batches else ()
         return {name: torch.cat([batch[name] for batch in self._batches]).contiguous() for name in names}
 
     def _encode(self) -> None:
-        start, end = self._num, len(self.kept)
-        batch = self.kept[start:end]
-        digest = torch.tensor([list(one.picture.digest) for one in batch], dtype=torch.uint8)
+        start, end = self._num_encoded, len(self._rows)
+        rows = self._rows[start:end]
+        digest = torch.tensor([list(image.digest) for _, image in rows], dtype=torch.uint8)
         stored = {name: column[start:end] for name, column in self._stored.items()}
         if stored and torch.equal(stored["digest"], digest):
             self._batches.append(stored)
         else:
-            self._batches.append({**self.models.encode(batch), "digest": digest})
+            self._batches.append({**self.models.encode(rows), "digest": digest})
             if time.monotonic() - self._saved > SAVE_EVERY:
                 columns = self._columns()
                 write_whole(self.part, lambda staged: save_file(columns, staged))
                 self._saved = time.monotonic()
-        self._num = end
-        self.on_rows(end - start)
+        self._num_encoded = end
+        self.on_items(end - start)
 
 
-def _write(path: Path, kept: list[Kept], rejected: list[str], columns: dict[str, NDArray[Any]]) -> str:
-    columns |= {
-        "split": np.array([one.split for one in kept], np.uint8),
-        "digest": np.array([list(one.picture.digest) for one in kept], np.uint8).reshape(-1, 16),
-        "likeness": np.array([one.picture.likeness for one in kept], np.uint64),
-        "thumb": np.array([one.picture.thumb for one in kept], np.uint8).reshape(-1, 8, 8, 3),
-    }
-    strings = {
-        "key": [one.reading.item.key for one in kept],
-        "caption": [one.reading.caption for one in kept],
-        "label": [one.reading.label for one in kept],
-        "rejected": rejected,
-    }
-    return write_shard(path, columns, strings)
-
-
-def _tensor(pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
-    """uint8 pictures as images in [-1, 1]: [B, 3, S, S]."""
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
+def _tensor(pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
+    """uint8 pixels as images in [-1, 1]: [B, 3, S, S]."""
+    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def _rejected(out: Path) -> Iterator[str]:
@@ -462,12 +441,12 @@ def _write_lines(staged: Path, lines: Iterable[str]) -> None:
 
 def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
     [(fault, _)] = faults.most_common(1)
-    advice = "mend them"
+    advice = "fix them"
     if fault == "no caption":
         advice = (
             "add NAME.txt beside NAME.jpg, a metadata.jsonl, or --template 'a photo of a {label}' for class folders"
         )
-    tried = f"none of the {faults.total()} pictures tried of {source.place} can be used"
+    tried = f"none of the {faults.total()} images tried of {source.place} can be used"
     return InputError(f"{tried}, mostly: {printable(fault, 200)}; {advice}")
 
 
@@ -502,10 +481,3 @@ def _forget(out: Path) -> None:
 
 def _shard_path(out: Path, number: int) -> Path:
     return out / "shards" / f"{number:05d}.safetensors"
-
-
-def _runs(values: Iterable[Value], size: int) -> Iterator[Iterator[Value]]:
-    """The values in runs of `size`, each to be used up before the next."""
-    iterator = iter(values)
-    for first in iterator:
-        yield chain([first], islice(iterator, size - 1))

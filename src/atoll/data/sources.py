@@ -1,8 +1,8 @@
-"""Where pictures come from: folders, WebDataset tars, Parquet and Arrow files, and what is built in.
+"""Where images come from: folders, WebDataset tars, Parquet and Arrow files, and what is built in.
 
-A source lists its items in an order that never changes and without reading a picture; an item knows how to read its
+A source lists its items in an order that never changes and without reading an image; an item knows how to read its
 own bytes, in any process. Names inside archives are labels: nothing is ever written where they say. Whatever is read
-is a regular file inside the source and no larger than it may be: the rest is a fault of the item, and told.
+is a regular file inside the source and no larger than it may be: the rest is a fault of the item.
 """
 
 import csv
@@ -13,25 +13,33 @@ import os
 import posixpath
 import stat
 import tarfile
+import threading
+import time
 import unicodedata
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from io import BufferedReader, TextIOWrapper
+from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from atoll.data.builtin import NAMES, make
-from atoll.data.images import Picture, Rejected, Transform, read_picture
+from atoll.data.images import CroppedImage, Rejected, Transform, read_image
 from atoll.errors import InputError, printable, shown
 from atoll.storage import KINDS, open_regular, parse_json, read_bytes, real_path, reason_of
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 METADATA = ("metadata.jsonl", "metadata.csv")
 CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
-MAX_PICTURE = 256 << 20  # bytes of a file or a member
+MAX_IMAGE = 256 << 20  # bytes of a file or a member
 MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption, and characters of a line of metadata
 MAX_CAPTION = 10_000  # characters; what comes after them is cut off
 MAX_LABEL = 255  # characters, as of a folder's name
@@ -40,11 +48,12 @@ MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
 MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
 NO_CAPTION = "no caption"
 LEAVES = "a link that leads out of the folder"
+AT_A_TIME = 32  # items handed to a process
 DAMAGED = "is damaged after this point"  # said of an archive or a table: what follows is lost
 
 
 class Item(NamedTuple):
-    """One picture to be: `where` says how to read it (a path, a span of a file, a row), `fault` why it cannot be."""
+    """One image to be: `where` says how to read it (a path, a span of a file, a row), `fault` why it cannot be."""
 
     key: str
     where: tuple[Any, ...]
@@ -53,9 +62,13 @@ class Item(NamedTuple):
     fault: str = ""
 
 
+Sample = tuple[Item, CroppedImage | None]
+Samples = Iterator[Sample]
+
+
 @dataclass(frozen=True)
 class Source:
-    """A place with pictures. `template` makes captions of folder names: "a photo of a {label}"."""
+    """A place with images. `template` makes captions of folder names: "a photo of a {label}"."""
 
     place: str
     kind: str = field(init=False)
@@ -74,7 +87,7 @@ class Source:
         if self.template is not None and "{label}" not in self.template:
             raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
         if self.follow_links and self.kind != "folder":
-            raise InputError(f"--follow-links is for folders of pictures: leave it out for {self.place}")
+            raise InputError(f"--follow-links is for folders of images: leave it out for {self.place}")
 
     def items(self) -> Iterator[Item]:
         """All items, in their order; with `num`, so many of them, and all that have a fault."""
@@ -87,13 +100,8 @@ class Source:
                 yield item
 
     def _all(self) -> Iterator[Item]:
-        found = {
-            "folder": self._folder,
-            "tar": self._tars,
-            "table": self._tables,
-            "built-in": self._built_in,
-        }[self.kind]()
-        for item in found:
+        listing = {"folder": self._folder, "tar": self._tars, "table": self._tables, "built-in": self._built_in}
+        for item in listing[self.kind]():
             yield item if item.fault else self._captioned(item)
 
     def _rank(self, item: Item) -> int:
@@ -171,71 +179,97 @@ class Source:
             yield real, place.name, real.parent
 
     def _built_in(self) -> Iterator[Item]:
-        examples = make(self.place, self.num, self.size, self.seed)
-        for i in range(len(examples)):
-            yield Item(
-                f"{self.place}/{i:08d}", ("built-in", self.place, self.num, self.size, self.seed, i), caption="?"
-            )
+        for i in range(len(make(self.place, self.num, self.size, self.seed))):
+            where = ("built-in", self.place, self.num, self.size, self.seed, i)
+            yield Item(f"{self.place}/{i:08d}", where, caption="?")
 
     def describe(self) -> dict[str, Any]:
         """For dataset.json; a path is named by its last part, since the rest belongs to one machine."""
         name = self.place if self.kind == "built-in" else Path(os.path.realpath(self.place)).name
-        made: dict[str, Any] = {} if self.kind == "built-in" else {"template": self.template}
+        choices: dict[str, Any] = {} if self.kind == "built-in" else {"template": self.template}
         if self.kind == "built-in" or self.num is not None:
-            made |= {"num": self.num, "seed": self.seed}
+            choices |= {"num": self.num, "seed": self.seed}
         if self.follow_links:
-            made["follow_links"] = True
-        return {"name": name, "kind": self.kind, **made}
+            choices["follow_links"] = True
+        return {"name": name, "kind": self.kind, **choices}
 
 
-def read_item(item: Item) -> tuple[bytes | Image.Image, str, str]:
-    """The picture of an item, its caption and its label. Raises OSError if its bytes cannot be had."""
-    match item.where:
-        case ("file", root, _):
-            return read_bytes(Path(root) / item.key, MAX_PICTURE, Path(root)), item.caption or "", item.label
-        case ("span", path, start, length):
-            with open_regular(Path(path)) as file:
-                content = _span(file, start, length, MAX_PICTURE)
-            if _holds_members(content):
-                raise OSError(errno.EIO, f"the archive {DAMAGED}: this picture is said to hold what comes after it")
-            return content, item.caption or "", item.label
-        case ("row", path, group, number, row, column):
-            return _table_picture(path, group, number, row, column), item.caption or "", item.label
-        case ("built-in", name, num, size, seed, i):
-            example = make(name, num, size, seed)[i]
-            return example.image, example.caption, ", ".join(example.attributes.values())
-    raise AssertionError(item.where)
+def read_items(items: list[Item], transform: Transform) -> list[Sample]:
+    """Reads and decodes some items, in whatever process; an item without an image says why in its `fault`."""
+    return [_read_item(item, transform) for item in items]
 
 
-class Reading(NamedTuple):
-    """What became of an item: a picture with its caption, or a fault."""
+def _read_item(item: Item, transform: Transform) -> Sample:
+    swallowed = item.fault == NO_CAPTION and item.where[0] == "span"  # the caption may be, by a size too large
+    if item.fault and not swallowed:
+        return item, None
+    try:
+        content: bytes | Image.Image
+        match item.where:
+            case ("file", root, _):
+                content = read_bytes(Path(root) / item.key, MAX_IMAGE, Path(root))
+            case ("span", path, start, length):
+                with open_regular(Path(path)) as file:
+                    content = _span(file, start, length, MAX_IMAGE, "image")
+            case ("row", path, group, number, row, column):
+                content = _table_image(path, group, number, row, column)
+            case ("built-in", name, num, size, seed, i):
+                content, caption, attributes = make(name, num, size, seed)[i]
+                item = item._replace(caption=caption, label=", ".join(attributes.values()))
+            case _:
+                raise AssertionError(item.where)
+        return item, None if item.fault else read_image(content, transform)
+    except Rejected as error:
+        return item._replace(fault=str(error)), None
+    except OSError as error:
+        reason = reason_of(error)
+        return item._replace(fault=reason if DAMAGED in reason else f"cannot be read ({reason})"), None
 
-    item: Item
-    picture: Picture | None = None
-    caption: str = ""
-    label: str = ""
-    fault: str = ""
+
+@contextmanager
+def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[Callable[[Iterable[Item]], Samples]]:
+    """Yields a function that reads items in their order, by num_workers processes some `num_ahead` items ahead of it.
+
+    With no workers it reads them in this process.
+    """
+    read = partial(read_items, transform=transform)
+
+    def pieces(items: Iterable[Item]) -> Iterator[list[Item]]:
+        source = iter(items)
+        return iter(lambda: list(islice(source, AT_A_TIME)), [])
+
+    if num_workers < 1:
+        yield lambda items: chain.from_iterable(map(read, pieces(items)))
+        return
+
+    def read_ahead(items: Iterable[Item]) -> Samples:
+        ahead: deque[Future[list[Sample]]] = deque()
+        for piece in pieces(items):
+            ahead.append(pool.submit(read, piece))
+            if len(ahead) > max(num_workers, num_ahead // AT_A_TIME):
+                yield from ahead.popleft().result()
+        for future in ahead:
+            yield from future.result()
+
+    try:
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), _follow, (os.getpid(),)) as pool:
+            yield read_ahead
+    except BrokenProcessPool as error:
+        raise InputError(
+            "a process that reads images was killed, most likely for lack of memory: "
+            "rerun the command with --workers 1 to resume"
+        ) from error
 
 
-def read_items(items: list[Item], transform: Transform) -> list[Reading]:
-    """Read and decode some items, in whatever process."""
-    readings = []
-    for item in items:
-        swallowed = item.fault == NO_CAPTION and item.where[0] == "span"  # the caption may be, by a size too large
-        if item.fault and not swallowed:
-            readings.append(Reading(item, fault=item.fault))
-            continue
-        try:
-            content, caption, label = read_item(item)
-            if item.fault:
-                raise Rejected(item.fault)
-            readings.append(Reading(item, read_picture(content, transform), caption, label))
-        except Rejected as error:
-            readings.append(Reading(item, fault=str(error)))
-        except OSError as error:
-            reason = reason_of(error)
-            readings.append(Reading(item, fault=reason if DAMAGED in reason else f"cannot be read ({reason})"))
-    return readings
+def _follow(parent: int) -> None:
+    """Ends this process when the parent is gone, however it went: a killed run leaves no process behind."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _kind_of(place: str) -> str:
@@ -300,12 +334,12 @@ def _walk(root: Path, follow: bool) -> Iterator[tuple[Path, list[str], str]]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a data set that was made of pictures, and no source of them."""
+    """Whether a folder is a data set that was made of images, and no source of them."""
     return os.path.lexists(folder / "dataset.json")
 
 
 def _look(path: Path, root: Path) -> tuple[int, str]:
-    """The size of a picture's file, and what is wrong with it, which is found without opening it."""
+    """The size of an image's file, and what is wrong with it, which is found without opening it."""
     try:
         about = path.lstat()
         if stat.S_ISLNK(about.st_mode):
@@ -318,11 +352,11 @@ def _look(path: Path, root: Path) -> tuple[int, str]:
 
 
 def _too_large(size: int) -> str:
-    return f"larger than {MAX_PICTURE >> 20} MB" if size > MAX_PICTURE else ""
+    return f"larger than {MAX_IMAGE >> 20} MB" if size > MAX_IMAGE else ""
 
 
 def _read_sidecar(path: Path, root: Path) -> tuple[str | None, str]:
-    """A caption beside its picture, and a fault if there is one that cannot be read."""
+    """A caption beside its image, and a fault if there is one that cannot be read."""
     try:
         return read_bytes(path, MAX_TEXT, root).decode("utf-8-sig"), ""
     except UnicodeDecodeError:
@@ -349,9 +383,7 @@ def _read_metadata(folder: Path, names: list[str], root: Path) -> tuple[dict[str
             )
             for number, row in enumerate(rows, 1):
                 name = row.get("file_name") if isinstance(row, dict) else None
-                caption = (
-                    next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None) if name else None
-                )
+                caption = _caption_in(row) if name else None
                 if isinstance(name, str) and caption is not None:
                     captions[posixpath.normpath(name)] = caption[:MAX_CAPTION]
                 else:
@@ -370,6 +402,10 @@ def _lines(file: TextIOWrapper) -> Iterator[str]:
             raise OSError(errno.EFBIG, f"it has a line of more than {MAX_TEXT:,} characters")
         if line.strip():
             yield line
+
+
+def _caption_in(row: dict[str, Any]) -> str | None:
+    return next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None)
 
 
 def _json_or_none(line: str) -> Any:
@@ -454,8 +490,7 @@ def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: 
         if ".txt" in sample:
             caption = _member_text(raw, sample[".txt"]).decode("utf-8-sig")
         if not caption and ".json" in sample:
-            about = parse_json(_member_text(raw, sample[".json"]))
-            caption = next((about[k] for k in CAPTION_KEYS if isinstance(about.get(k), str)), None)
+            caption = _caption_in(parse_json(_member_text(raw, sample[".json"])))
     except (ValueError, AttributeError):
         fault = fault or "caption is not UTF-8 text or JSON"
     except OSError as error:
@@ -465,19 +500,18 @@ def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: 
 
 
 def _member_text(raw: BufferedReader, member: tarfile.TarInfo) -> bytes:
-    content = _span(raw, member.offset_data, member.size, MAX_TEXT)
-    if _holds_members(content):
-        raise OSError(errno.EIO, f"the archive {DAMAGED}: this caption is said to hold what comes after it")
-    return content
+    return _span(raw, member.offset_data, member.size, MAX_TEXT, "caption")
 
 
-def _span(file: BufferedReader, start: int, length: int, limit: int) -> bytes:
+def _span(file: BufferedReader, start: int, length: int, limit: int, what: str) -> bytes:
     if length > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes")
     file.seek(start)
     content = file.read(length)
     if len(content) < length:
         raise OSError(errno.EIO, "the archive ends within it")
+    if _holds_members(content):
+        raise OSError(errno.EIO, f"the archive {DAMAGED}: this {what} is said to hold what comes after it")
     return content
 
 
@@ -528,22 +562,22 @@ def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0)
 def _table_items(path: Path, name: str) -> Iterator[Item]:
     """The rows of a table. Raises OSError where it is damaged."""
     pa = _pyarrow()
-    picture, texts, wanted = "", [], None
+    column, texts, wanted = "", [], None
     _, _, first = next(_table_batches(path), (0, 0, None))
     if first is not None:
         names = {name: first.schema.field(name).type for name in first.schema.names}
-        pictures = [n for n, kind in names.items() if pa.types.is_struct(kind) or _is_bytes(pa, kind)]
-        pictures.sort(key=lambda name: name not in ("image", "jpg", "png"))
-        if not pictures:
-            raise InputError(f"{path} has no column of pictures: it needs one of bytes, or of {{bytes, path}}")
+        columns = [n for n, kind in names.items() if pa.types.is_struct(kind) or _is_bytes(pa, kind)]
+        columns.sort(key=lambda name: name not in ("image", "jpg", "png"))
+        if not columns:
+            raise InputError(f"{path} has no column of images: it needs one of bytes, or of {{bytes, path}}")
         texts = [n for n in CAPTION_KEYS if n in names and _is_text(pa, names[n])]
-        picture, wanted = pictures[0], [*texts[:1], *(["label"] if "label" in names else [])]
+        column, wanted = columns[0], [*texts[:1], *(["label"] if "label" in names else [])]
     row_number = 0
-    for group, number, batch in _table_batches(path, wanted or [picture]):
+    for group, number, batch in _table_batches(path, wanted or [column]):
         captions = batch.column(texts[0]).to_pylist() if texts else [None] * batch.num_rows
         labels = batch.column("label").to_pylist() if wanted and "label" in wanted else [""] * batch.num_rows
         for row in range(batch.num_rows):
-            where = ("row", str(path), group, number, row, picture)
+            where = ("row", str(path), group, number, row, column)
             label = "" if labels[row] is None else str(labels[row])[:MAX_LABEL]
             yield Item(f"{name}/{row_number:08d}", where, captions[row], label)
             row_number += 1
@@ -562,10 +596,10 @@ _open_table: dict[str, Any] = {}
 """The table that was last read from in this process, and where in it: rows mostly come in order."""
 
 
-def _table_picture(path: str, group: int, number: int, row: int, column: str) -> bytes:
-    here = _open_table.get("at", (None, -1, -1, None))
-    if here[:3] != (path, group, number):
-        goes_on = here[:2] == (path, group) and number > here[2]
+def _table_image(path: str, group: int, number: int, row: int, column: str) -> bytes:
+    last = _open_table.get("at", (None, -1, -1, None))
+    if last[:3] != (path, group, number):
+        goes_on = last[:2] == (path, group) and number > last[2]
         if not goes_on:
             _open_table["batches"] = _table_batches(Path(path), [column], group)
         for g, i, batch in _open_table["batches"]:
@@ -577,8 +611,8 @@ def _table_picture(path: str, group: int, number: int, row: int, column: str) ->
     cell = _open_table["at"][3].column(column)[row].as_py()
     content = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(content, bytes):
-        raise OSError("the cell holds no picture")
-    if len(content) > MAX_PICTURE:
+        raise OSError("the cell holds no image")
+    if len(content) > MAX_IMAGE:
         raise OSError(_too_large(len(content)))
     return content
 
