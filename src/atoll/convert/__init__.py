@@ -4,13 +4,21 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from atoll.convert import dit, paris, pixart
 from atoll.convert.common import Converted, Options, check_free
-from atoll.convert.tables import DIFFUSERS_PIXART, PIXART
+from atoll.convert.tables import (
+    DIFFUSERS_DIT,
+    DIFFUSERS_PIXART,
+    DIT,
+    PARIS_EXPERT,
+    PARIS_ROUTER,
+    PIXART,
+    DiTFormat,
+    Format,
+)
 from atoll.diffusion.transfer import Calibration
 from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT
@@ -19,61 +27,44 @@ from atoll.networks.published import Source, read_source
 from atoll.networks.stored import CONFIG, WEIGHTS
 from atoll.storage import reason_of, write_json
 
-__all__ = ["FORMATS", "REPORT", "Converted", "Options", "check_out", "convert", "describe", "recognise", "save"]
+__all__ = ["REPORT", "Converted", "Options", "check_out", "convert", "describe", "save"]
 REPORT = "conversion.json"
 CLASS_FLAGS = {"label": "--label", "as_is": "--as-is", "kind": "--kind", "fit": "--fit"}  # of DiT and SiT alone
 TERMS = {dit.DIT_LICENSE: ": for non-commercial use only, with attribution, and so is what is trained from it"}
 
 
-class Format(NamedTuple):
-    """How a kind of checkpoint is recognised and converted."""
-
-    name: str
-    keys: tuple[str, str]  # which no other format has together
-    convert: Callable[[Source, Options], Converted]
-    by_class: bool = False  # its images are of a class, not of a prompt
-
-
-FORMATS = (
-    Format("DiT or SiT", ("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"), dit.convert_original, True),
-    Format(
-        "diffusers DiTTransformer2DModel", ("pos_embed.proj.weight", "transformer_blocks.0.norm1.linear.weight"),
-        dit.convert_diffusers, True,
-    ),
-    Format(
-        "PixArt-alpha", ("x_embedder.proj.weight", "t_block.1.weight"), partial(pixart.convert_pixart, keys=PIXART)
-    ),
-    Format(
-        "diffusers PixArtTransformer2DModel", ("pos_embed.proj.weight", "adaln_single.linear.weight"),
-        partial(pixart.convert_pixart, keys=DIFFUSERS_PIXART),
-    ),
-    Format("Paris expert", ("layers.0.cross_attn.in_proj_weight", "t_block.1.weight"), paris.convert_paris_expert),
-    Format("Paris router", ("cls_token", "layers.0.adaLN_modulation.1.weight"), paris.convert_paris_router),
-)  # fmt: skip
+CONVERTERS: dict[Format, Callable[[Source, Options, Any], Converted]] = {
+    DIT: dit.convert_original,
+    DIFFUSERS_DIT: dit.convert_dit,
+    PIXART: pixart.convert_pixart,
+    DIFFUSERS_PIXART: pixart.convert_pixart,
+    PARIS_EXPERT: paris.convert_expert,
+    PARIS_ROUTER: paris.convert_router,
+}
 
 
 def recognise(source: Source) -> Format:
-    for known in FORMATS:
-        if all(key in source.weights for key in known.keys):
+    for known in CONVERTERS:
+        if all(key in source.weights for key in known.marks):
             return known
     if source.config.get("model") in (DiT.__name__, "Router"):
         raise InputError(f"{source.path} is one of Atoll's already: use it as it is, or give an expert --to diffusers")
     some = printable(", ".join(key[:100] for key in sorted(source.weights)[:3]), 300)
     raise InputError(
         f"{source.path} is none of the known checkpoints (its keys begin with {some}): "
-        f"known are {', '.join(known.name for known in FORMATS)}"
+        f"known are {', '.join(known.name for known in CONVERTERS)}"
     )
 
 
 def convert(path: str | Path, options: Options = Options()) -> Converted:  # noqa: B008
     """A network of the checkpoint's weights, with the books of it."""
     source = read_source(Path(path))
-    known = recognise(source)
+    format = recognise(source)
     for name, flag in CLASS_FLAGS.items():
-        if name in options.chosen and not known.by_class:
-            raise InputError(f"{flag} is for DiT and SiT, but {path} is a {known.name}: leave it out")
+        if name in options.chosen and not isinstance(format, DiTFormat):
+            raise InputError(f"{flag} is for DiT and SiT, but {path} is a {format.name}: leave it out")
     try:
-        converted = known.convert(source, options)
+        converted = CONVERTERS[format](source, options, format)
         converted = replace(converted, options=options, license=options.license or converted.license)
         json.dumps(converted.report, allow_nan=False)
     except InputError:

@@ -242,6 +242,6 @@ def check_free(out: Path, ours: Collection[str], mark: str) -> None:
     """A folder that an earlier conversion made may be replaced, and only that; `mark` is what tells it."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file: choose a folder")
-    found = {path.name for path in out.iterdir()} if out.exists() else set()
-    if found and (mark not in found or found - set(ours)):
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    if names and (mark not in names or names - set(ours)):
         raise InputError(f"--out {out} holds something else than an earlier conversion: choose another folder")

@@ -39,8 +39,7 @@ def export(expert: str | Path, out: str | Path) -> list[str]:
     }
     write_json(folder / ABOUT, about)
     write_json(folder / CONFIG, _config(network, spacing))
-    told = card.get("objective")
-    objective: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    objective = card["objective"] if isinstance(card.get("objective"), Mapping) else {}
     what = f"{objective.get('prediction', 'unknown')} on the schedule {objective.get('schedule', 'unknown')}"
     time = f"timestep {network.config.time_scale:g} t"
     return [

@@ -7,7 +7,7 @@ SiT's time runs the other way and its velocity has the other sign; both are fold
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from atoll.convert.common import Converted, Options, Sizes, build_network, keep_channels, take_positions
 from atoll.convert.mapping import Layer, Ledger
 from atoll.convert.modulation import NUM_TIMES, TimeMLP, fit_linear, fit_single
-from atoll.convert.tables import DIFFUSERS_DIT, DIT, DiTKeys
+from atoll.convert.tables import DiTFormat
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError, shown, unknown
@@ -34,24 +34,19 @@ SIT_SCHEDULES = {"Linear": "linear", "GVP": "cosine"}
 SIT_PREDICTIONS = {"velocity": Prediction.VELOCITY, "noise": Prediction.EPS}
 
 
-def convert_original(source: Source, options: Options) -> Converted:
+def convert_original(source: Source, options: Options, format: DiTFormat) -> Converted:
     """A file with facebookresearch's keys, which DiT and SiT share."""
     if _kind(source, options) == "dit":
-        return _convert(source, options, DIT, "facebookresearch DiT", DIT_LICENSE, DIT_OBJECTIVE)
+        return replace(convert_dit(source, options, format), format="facebookresearch DiT")
     path, prediction = source.args.get("path_type", "Linear"), source.args.get("prediction", "velocity")
     if path not in tuple(SIT_SCHEDULES) or prediction not in tuple(SIT_PREDICTIONS):  # they may be of any type
         raise InputError(
             f"{source.path} is a SiT that predicts {shown(prediction)} on the path {shown(path)}: only velocity "
             "and noise on the paths Linear and GVP can be converted"
         )
-    objective = Objective(SIT_PREDICTIONS[prediction], SIT_SCHEDULES[path])
-    return _convert(source, options, DIT, "SiT", SIT_LICENSE, objective, backwards=True)
-
-
-def convert_diffusers(source: Source, options: Options) -> Converted:
-    return _convert(
-        source, options, DIFFUSERS_DIT, "diffusers DiTTransformer2DModel", DIT_LICENSE, DIT_OBJECTIVE
-    )  # fmt: skip
+    objective = options.objective_or(Objective(SIT_PREDICTIONS[prediction], SIT_SCHEDULES[path]))
+    converted = convert_dit(source, options, format, objective, backwards=True)
+    return replace(converted, format="SiT", license=SIT_LICENSE)
 
 
 def _kind(source: Source, options: Options) -> str:
@@ -72,22 +67,22 @@ def _kind(source: Source, options: Options) -> str:
     return kinds.pop()
 
 
-def _convert(
-    source: Source, options: Options, keys: DiTKeys, name: str, license: str, own: Objective, backwards: bool = False
+def convert_dit(
+    source: Source, options: Options, format: DiTFormat, objective: Objective | None = None, backwards: bool = False
 ) -> Converted:
-    objective = options.objective_or(own)
+    objective = objective or options.objective_or(DIT_OBJECTIVE)
     ledger = Ledger(source.weights, str(source.path))
-    sizes = Sizes.of(source, options, ledger, ledger.apply(keys.rules))
+    sizes = Sizes.of(source, options, ledger, ledger.apply(format.rules))
     keep_channels(ledger, sizes, negated=backwards and objective.prediction is Prediction.VELOCITY)
     take_positions(ledger, sizes)
-    label, note = _label(source, options, ledger.take(keys.labels.replace("{i}", "0")).shape[:1].numel())
+    label, note = _label(source, options, ledger.take(format.labels.replace("{i}", "0")).shape[:1].numel())
     notes = [note]
     config = sizes.config(
         DiTConfig, text_dim=None if options.as_is else options.text_dim or TEXT_DIM,
         adaln="block" if options.as_is else "single", time_scale=1.0 if backwards else 999.0,
-        frequency_shift=keys.frequency_shift,
+        frequency_shift=format.frequency_shift,
     )  # fmt: skip
-    modulation = _Modulation(ledger, keys, config, label, backwards)
+    modulation = _Modulation(ledger, format, config, label, backwards)
     if options.as_is:
         residual = modulation.keep()
         if residual is not None:
@@ -101,7 +96,7 @@ def _convert(
     eps = source.config.get("norm_eps", 1e-6)
     if eps != 1e-6:
         notes.append(f"norm_eps is {shown(eps)} in the MLPs of the source, and 1e-6 here")
-    return Converted(network, source, name, license, ledger, objective, notes, residual, label)
+    return Converted(network, source, format.name, DIT_LICENSE, ledger, objective, notes, residual, label)
 
 
 def _label(source: Source, options: Options, num: int) -> tuple[int, str]:
@@ -147,7 +142,7 @@ class _Modulation:
     """How the source sees time and class, put into the network's weights."""
 
     ledger: Ledger
-    keys: DiTKeys
+    format: DiTFormat
     config: DiTConfig
     label: int
     backwards: bool
@@ -162,13 +157,13 @@ class _Modulation:
         return self.ledger.take_layer(name.replace("{i}", str(i)), rows * width, columns or width)
 
     def _map(self, i: int) -> Layer:
-        return self._layer(self.keys.block, i, rows=6)
+        return self._layer(self.format.block, i, rows=6)
 
     def _mlp(self, i: int) -> TimeMLP:
         """A block's, with the class in its last bias; SiT's seen from the other end of time."""
-        first = self._layer(self.keys.time[0], i, columns=NUM_FREQUENCIES)
-        second = self._layer(self.keys.time[1], i)
-        key = self.keys.labels.replace("{i}", str(i))
+        first = self._layer(self.format.time[0], i, columns=NUM_FREQUENCIES)
+        second = self._layer(self.format.time[1], i)
+        key = self.format.labels.replace("{i}", str(i))
         labels = self.ledger.take(key)
         if labels.shape[1:] != second.bias.shape or len(labels) <= self.label:
             raise InputError(f"{key} in {self.ledger.name} has shape {list(labels.shape)}: it is damaged")
@@ -195,16 +190,16 @@ class _Modulation:
             self.ledger.fill(f"{target}.{part}", value, *self._sources(*names), how=how)
 
     def _fill_time(self, second: Layer, how: str, of: str = "") -> None:
-        keys, turn = self.keys, "seen from the other end of time" if self.backwards else "copied"
-        self._fill("time_embed.mlp.0", self.mlps[0].first, keys.time[0], how=turn + of)
-        self._fill("time_embed.mlp.2", second, keys.time[1], keys.labels, how=how + of)
+        format, turn = self.format, "seen from the other end of time" if self.backwards else "copied"
+        self._fill("time_embed.mlp.0", self.mlps[0].first, format.time[0], how=turn + of)
+        self._fill("time_embed.mlp.2", second, format.time[1], format.labels, how=how + of)
 
     def keep(self) -> dict[str, Any] | None:
         """Per-block modulation as in the source: exact where all blocks share one time MLP, as in the original."""
         mlp = self.mlps[0]
         shared = all(other.same_as(mlp) for other in self.mlps)
         self._fill_time(mlp.second, "with the class", "" if shared else ", of the first block")
-        self._fill("out_time_block", self._layer(self.keys.last, rows=2), self.keys.last, how="copied")
+        self._fill("out_time_block", self._layer(self.format.last, rows=2), self.format.last, how="copied")
         t = torch.linspace(0, 1, NUM_TIMES, dtype=torch.float64)
         seen = F.silu(mlp(t))
         residuals = []
@@ -215,19 +210,19 @@ class _Modulation:
                 layer, how = fit_linear(seen, target, allowed=1e-3), "fitted"
                 off = float((layer(seen) - target).norm() / target.norm().clamp_min(1e-30))
             residuals.append(off)
-            self._fill(f"blocks.{i}.time_block", layer, self.keys.block.replace("{i}", str(i)), how=how)
+            self._fill(f"blocks.{i}.time_block", layer, self.format.block.replace("{i}", str(i)), how=how)
         return None if shared else {"fit": "least squares", "by_block": residuals}
 
     def fit(self, how: str) -> dict[str, Any]:
         """AdaLN-Single in the place of per-block maps."""
-        keys, ledger = self.keys, self.ledger
-        last = self._layer(keys.last, rows=2)
+        format, ledger = self.format, self.ledger
+        last = self._layer(format.last, rows=2)
         fitted = fit_single(self.mlps, self._map, last, ledger.filled["out.weight"], how)
         self._fill_time(fitted.second, "fitted, with the class" if how == "curve" else "with the class")
-        self._fill("time_block", fitted.shared, keys.block, how="fitted")
+        self._fill("time_block", fitted.shared, format.block, how="fitted")
         for i, table in enumerate(fitted.tables):
-            ledger.fill(f"blocks.{i}.modulation", table, *self._sources(keys.block), how="fitted")
-        ledger.fill("out_modulation", fitted.out, *self._sources(keys.last), how="fitted")
+            ledger.fill(f"blocks.{i}.modulation", table, *self._sources(format.block), how="fitted")
+        ledger.fill("out_modulation", fitted.out, *self._sources(format.last), how="fitted")
         for i, (qkv, out, first, second) in enumerate(fitted.factors if how == "curve" else ()):
             # The layers beside the modulation take the factors that were taken out of it.
             for name, factor in (("attention.qkv", qkv), ("mlp.0", first)):

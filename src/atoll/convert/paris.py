@@ -2,8 +2,8 @@
 its layer norms are taken to have our epsilon, and the router's head to be linear, GELU, norm, GELU, linear."""
 
 from atoll.convert.common import Converted, Options, Sizes, build_network, keep_channels
-from atoll.convert.mapping import Ledger, Rule
-from atoll.convert.tables import PARIS_EXPERT, PARIS_ROUTER
+from atoll.convert.mapping import Ledger
+from atoll.convert.tables import Format
 from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError, shown
 from atoll.networks.dit import DiT, DiTConfig
@@ -14,8 +14,8 @@ LICENSE = "mit"
 OBJECTIVES = {"flow_matching": "fm", "flow": "fm", "fm": "fm", "velocity": "fm", "ddpm": "ddpm", "epsilon": "ddpm"}
 
 
-def convert_paris_expert(source: Source, options: Options) -> Converted:
-    ledger, sizes = _read(source, options, PARIS_EXPERT)
+def convert_expert(source: Source, options: Options, format: Format) -> Converted:
+    ledger, sizes = _read(source, options, format)
     keep_channels(ledger, sizes)
     text_dim = ledger.filled["text_embed.weight"].shape[-1]
     if options.text_dim not in (None, text_dim):
@@ -24,20 +24,20 @@ def convert_paris_expert(source: Source, options: Options) -> Converted:
         )
     network = build_network(DiT, sizes.config(DiTConfig, text_dim=text_dim), ledger)
     objective, note = _objective(source, options)
-    return Converted(network, source, "Paris expert", LICENSE, ledger, objective, (note,))
+    return Converted(network, source, format.name, LICENSE, ledger, objective, (note,))
 
 
-def convert_paris_router(source: Source, options: Options) -> Converted:
-    ledger, sizes = _read(source, options, PARIS_ROUTER)
+def convert_router(source: Source, options: Options, format: Format) -> Converted:
+    ledger, sizes = _read(source, options, format)
     num = len(ledger.filled["head.4.weight"])
     config = sizes.config(RouterConfig, adaln="block", head="mlp", num_experts=num)
     note = "what lies between the layers of its head is taken from a port, and not verified"
-    return Converted(build_network(Router, config, ledger), source, "Paris router", LICENSE, ledger, notes=(note,))
+    return Converted(build_network(Router, config, ledger), source, format.name, LICENSE, ledger, notes=(note,))
 
 
-def _read(source: Source, options: Options, rules: tuple[Rule, ...]) -> tuple[Ledger, Sizes]:
+def _read(source: Source, options: Options, format: Format) -> tuple[Ledger, Sizes]:
     ledger = Ledger(source.weights, str(source.path))
-    sizes = Sizes.of(source, options, ledger, ledger.apply(rules), size_key="image_size", heads_key="num_heads")
+    sizes = Sizes.of(source, options, ledger, ledger.apply(format.rules), size_key="image_size", heads_key="num_heads")
     if sizes.resized:
         raise InputError(
             f"{source.path} has learned its positions, for latents {sizes.source_size} a side: they cannot be "

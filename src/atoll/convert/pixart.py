@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from atoll.convert.common import Converted, Options, Sizes, build_network, keep_channels, spacing_of, take_positions
 from atoll.convert.mapping import Ledger
-from atoll.convert.tables import PIXART, PixArtKeys
+from atoll.convert.tables import PIXART, PixArtFormat
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError, shown
@@ -19,10 +19,10 @@ TRAINED_SIDE = 32  # units: 32 x 32 places for 512 pixels, and 64 x 64 that are 
 OBJECTIVE = Objective(Prediction.EPS, "ddpm")
 
 
-def convert_pixart(source: Source, options: Options, keys: PixArtKeys) -> Converted:
+def convert_pixart(source: Source, options: Options, format: PixArtFormat) -> Converted:
     """An expert with an MLP for the text, exactly the source."""
     ledger, notes = Ledger(source.weights, str(source.path)), []
-    sizes = Sizes.of(source, options, ledger, ledger.apply(keys.rules))
+    sizes = Sizes.of(source, options, ledger, ledger.apply(format.rules))
     keep_channels(ledger, sizes)
     text_dim = ledger.filled["text_embed.0.weight"].shape[-1]
     if options.text_dim not in (None, text_dim):
@@ -35,25 +35,24 @@ def convert_pixart(source: Source, options: Options, keys: PixArtKeys) -> Conver
         weight = 0.02 * torch.randn(sizes.trunk.hidden_size, text_dim, generator=generator)
         ledger.start("text_embed.0.weight", weight, "N(0, 0.02)")
         notes.append(f"the text's first layer is new: {why}")
-    if keys.null in source.weights:
-        ledger.drop(keys.null, "the null text is the encoded empty string")
-    if f"{keys.resolution[0]}.weight" in source.weights:
+    if format.null in source.weights:
+        ledger.drop(format.null, "the null text is the encoded empty string")
+    if f"{format.resolution[0]}.weight" in source.weights:
         pixels = PIXELS * sizes.trunk.input_size
-        _fix_size(ledger, keys, float(pixels))
+        _fix_size(ledger, format, float(pixels))
         notes.append(f"its sight of sizes is fixed to square images of {pixels} pixels")
     absent = "pos_embed" not in source.weights
     take_positions(ledger, sizes, _spacing(source, sizes) if absent or sizes.resized else None)
     config = sizes.config(DiTConfig, text_dim=text_dim, text_projection="mlp")
     network, objective = build_network(DiT, config, ledger), options.objective_or(OBJECTIVE)
-    name = "PixArt-alpha" if keys is PIXART else "diffusers PixArtTransformer2DModel"
-    return Converted(network, source, name, LICENSE, ledger, objective, notes)
+    return Converted(network, source, format.name, LICENSE, ledger, objective, notes)
 
 
-def _fix_size(ledger: Ledger, keys: PixArtKeys, pixels: float) -> None:
+def _fix_size(ledger: Ledger, format: PixArtFormat, pixels: float) -> None:
     """What a model sees of the image's size is a constant: it is added to the last bias of the time MLP."""
     answers: list[Tensor] = []
     sources: list[str] = []
-    for names, values in ((keys.resolution, [pixels, pixels]), (keys.aspect_ratio, [1.0])):
+    for names, values in ((format.resolution, [pixels, pixels]), (format.aspect_ratio, [1.0])):
         parts = [f"{name}.{part}" for name in names for part in ("weight", "bias")]
         first, first_bias, second, second_bias = map(ledger.take, parts)
         angle = torch.tensor(values)[:, None] * frequencies()

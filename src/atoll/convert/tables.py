@@ -1,10 +1,40 @@
 """Which weights of the network are which of a published checkpoint's, format by format."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from atoll.convert.mapping import Rule, layers, patches
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a kind of checkpoint is recognised, and what of it is copied."""
+
+    name: str
+    marks: tuple[str, str]  # keys that no other format has together
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class DiTFormat(Format):
+    """Of a class, not of a prompt; the modulation, which is not simply copied, has the rest of these keys."""
+
+    time: tuple[str, str]  # both layers of the time MLP
+    labels: str
+    block: str  # a block's map of time and class
+    last: str  # the output's
+    frequency_shift: int
+
+
+@dataclass(frozen=True)
+class PixArtFormat(Format):
+    """Of a prompt; what the 1024-pixel model sees of the image's size are both layers of two MLPs."""
+
+    resolution: tuple[str, str]
+    aspect_ratio: tuple[str, str]
+    null: str = ""  # the embedding of no text
+
 
 _ORIGINAL_TRUNK = (  # facebookresearch's DiT, from which SiT and PixArt-alpha descend
     *patches("x_embedder.proj"),
@@ -28,18 +58,9 @@ _DIFFUSERS_TRUNK = (
 )  # fmt: skip
 
 
-class DiTKeys(NamedTuple):
-    """Class-conditional DiT: what is copied, and where it has the modulation, which is fitted."""
-
-    rules: tuple[Rule, ...]
-    time: tuple[str, str]  # both layers of the time MLP
-    labels: str
-    block: str  # a block's map of time and class
-    last: str  # the output's
-    frequency_shift: int
-
-
-DIT = DiTKeys(
+DIT = DiTFormat(
+    name="DiT or SiT",
+    marks=("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"),
     rules=_ORIGINAL_TRUNK,
     time=("t_embedder.mlp.0", "t_embedder.mlp.2"),
     labels="y_embedder.embedding_table.weight",
@@ -48,7 +69,9 @@ DIT = DiTKeys(
     frequency_shift=0,
 )
 _CLASS_TIME = f"{_BLOCK}.norm1.emb"
-DIFFUSERS_DIT = DiTKeys(
+DIFFUSERS_DIT = DiTFormat(
+    name="diffusers DiTTransformer2DModel",
+    marks=("pos_embed.proj.weight", "transformer_blocks.0.norm1.linear.weight"),
     rules=(*_DIFFUSERS_TRUNK, *layers({"out": "proj_out_2"})),
     time=(f"{_CLASS_TIME}.timestep_embedder.linear_1", f"{_CLASS_TIME}.timestep_embedder.linear_2"),
     labels=f"{_CLASS_TIME}.class_embedder.embedding_table.weight",
@@ -56,18 +79,9 @@ DIFFUSERS_DIT = DiTKeys(
     last="proj_out_1",
     frequency_shift=1,
 )
-
-
-class PixArtKeys(NamedTuple):
-    """PixArt-alpha: all of it is copied, but for what it sees of the image's size."""
-
-    rules: tuple[Rule, ...]
-    resolution: tuple[str, str]  # both layers of an MLP, which the 1024-pixel model has
-    aspect_ratio: tuple[str, str]
-    null: str = ""  # the embedding of no text
-
-
-PIXART = PixArtKeys(
+PIXART = PixArtFormat(
+    name="PixArt-alpha",
+    marks=("x_embedder.proj.weight", "t_block.1.weight"),
     rules=(
         *_ORIGINAL_TRUNK,
         *layers({
@@ -88,7 +102,9 @@ PIXART = PixArtKeys(
     null="y_embedder.y_embedding",
 )  # fmt: skip
 _TIME = "adaln_single.emb"
-DIFFUSERS_PIXART = PixArtKeys(
+DIFFUSERS_PIXART = PixArtFormat(
+    name="diffusers PixArtTransformer2DModel",
+    marks=("pos_embed.proj.weight", "adaln_single.linear.weight"),
     rules=(
         *_DIFFUSERS_TRUNK,
         *layers({
@@ -127,26 +143,34 @@ _PARIS_TRUNK = (
     }),
     *(Rule(f"blocks.{{i}}.attention.qkv.{part}", (f"layers.{{i}}.attn.in_proj_{part}",)) for part in _PARTS),
 )  # fmt: skip
-PARIS_EXPERT = (
-    *_PARIS_TRUNK,
-    *layers({
-        "time_block": "t_block.1",
-        "text_embed": "text_proj",
-        "blocks.{i}.cross.out": "layers.{i}.cross_attn.out_proj",
-        "out": "final_layer.linear",
-    }),
-    *(Rule(f"blocks.{{i}}.cross.{name}.{part}", (f"layers.{{i}}.cross_attn.in_proj_{part}",), cut, how)
-      for part in _PARTS for name, cut, how in _THIRDS),
-    Rule("blocks.{i}.modulation", ("layers.{i}.scale_shift_table",)),
-    Rule("out_modulation", ("final_layer.scale_shift_table",)),
+PARIS_EXPERT = Format(
+    name="Paris expert",
+    marks=("layers.0.cross_attn.in_proj_weight", "t_block.1.weight"),
+    rules=(
+        *_PARIS_TRUNK,
+        *layers({
+            "time_block": "t_block.1",
+            "text_embed": "text_proj",
+            "blocks.{i}.cross.out": "layers.{i}.cross_attn.out_proj",
+            "out": "final_layer.linear",
+        }),
+        *(Rule(f"blocks.{{i}}.cross.{name}.{part}", (f"layers.{{i}}.cross_attn.in_proj_{part}",), cut, how)
+          for part in _PARTS for name, cut, how in _THIRDS),
+        Rule("blocks.{i}.modulation", ("layers.{i}.scale_shift_table",)),
+        Rule("out_modulation", ("final_layer.scale_shift_table",)),
+    ),
 )  # fmt: skip
-PARIS_ROUTER = (
-    *_PARIS_TRUNK,
-    *layers({
-        "blocks.{i}.time_block": "layers.{i}.adaLN_modulation.1",
-        "head.0": "head.0",
-        "head.2": "head.2",
-        "head.4": "head.4",
-    }),
-    Rule("class_token", ("cls_token",), Tensor.flatten),
+PARIS_ROUTER = Format(
+    name="Paris router",
+    marks=("cls_token", "layers.0.adaLN_modulation.1.weight"),
+    rules=(
+        *_PARIS_TRUNK,
+        *layers({
+            "blocks.{i}.time_block": "layers.{i}.adaLN_modulation.1",
+            "head.0": "head.0",
+            "head.2": "head.2",
+            "head.4": "head.4",
+        }),
+        Rule("class_token", ("cls_token",), Tensor.flatten),
+    ),
 )  # fmt: skip

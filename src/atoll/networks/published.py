@@ -235,19 +235,19 @@ def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str
         args = content.get("args", {})
         args = vars(args) if isinstance(args, argparse.Namespace) else args
         wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
-    found = content if wrapper is None else content[wrapper]
-    if not isinstance(found, Mapping) or not found or not all(isinstance(key, str) for key in found):
+    weights = content if wrapper is None else content[wrapper]
+    if not isinstance(weights, Mapping) or not weights or not all(isinstance(key, str) for key in weights):
         raise InputError(f"{path} holds no tensors by name: give a checkpoint with a state dict in it")
-    other = next((key for key, value in found.items() if not isinstance(value, Tensor)), None)
+    other = next((key for key, value in weights.items() if not isinstance(value, Tensor)), None)
     if other is not None:
         raise InputError(
             f"{path} is no state dict, its {shown(other)} is not a tensor: give a checkpoint with one in it"
         )
-    return dict(found), args if isinstance(args, Mapping) else {}, wrapper
+    return dict(weights), args if isinstance(args, Mapping) else {}, wrapper
 
 
-def _unprefixed(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    weights = dict(found)
+def _unprefixed(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weights = dict(content)
     for prefix in PREFIXES:
         if all(key.startswith(prefix) for key in weights):
             weights = {key.removeprefix(prefix): value for key, value in weights.items()}

@@ -43,14 +43,14 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
             space = {"text_encoder": texts.describe()}
             for path in tqdm([*experts, folder / ROUTER], unit=" parts", disable=None, leave=False):
                 is_router = path.name == ROUTER
-                made = convert(path, replace(options, objective=None) if is_router else options)
-                for note in made.notes:
+                converted = convert(path, replace(options, objective=None) if is_router else options)
+                for note in converted.notes:
                     notes.setdefault(note, []).append(path.name)
-                config = made.network.config
+                config = converted.network.config
                 shape = [config.in_channels, config.input_size, config.input_size]
                 latents = {"shape": shape, "codec": codec.describe()}
                 cluster = None if is_router else int(path.name[7:])
-                save(made, parts / path.name, {**space, "latent_space": latents}, {"cluster": cluster})
+                save(converted, parts / path.name, {**space, "latent_space": latents}, {"cluster": cluster})
             index = assemble([parts], None, out, parts)
     except OSError as error:
         raise InputError(f"cannot write {out} ({reason_of(error)}): free the disk or choose another --out") from error
