@@ -94,7 +94,9 @@ def reference_labels(rows: DatasetView, settings: Settings) -> list[str]:
 class Yardstick:
     """The networks, and the reference that pictures are compared with: the training pictures, through the codec."""
 
-    def __init__(self, rows: DatasetView, out: Path, settings: Settings, metrics: Sequence[str], progress: bool) -> None:
+    def __init__(
+        self, rows: DatasetView, out: Path, settings: Settings, metrics: Sequence[str], progress: bool
+    ) -> None:
         self.rows, self.out, self.settings, self.progress = rows, out, settings, progress
         self.metrics = frozenset(metrics)
         self.device = get_device(settings.device)

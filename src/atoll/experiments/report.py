@@ -3,18 +3,19 @@
 import base64
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.storage import write_whole
+from atoll.experiments.cache import write_text
 
 Picture = NDArray[np.uint8]  # [S, S, 3]
 Points = Sequence[tuple[int, float]]
@@ -63,171 +64,140 @@ class Gallery:
     traces: Sequence[Traced]
 
 
+def _flops(value: float) -> str:
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e6:.3g} M"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+TABLE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("every attribute right", "prompt_accuracy", "{:.1%}".format),
+    ("the same, unseen combinations", "prompt_accuracy_heldout", "{:.1%}".format),
+    ("Frechet distance, less is better", "frechet", "{:.3f}".format),
+    ("diversity, 1 is the data's", "diversity", "{:.2f}".format),
+    ("parameters", "parameters", lambda value: f"{value / 1e6:.2f}M"),
+    ("FLOPs of training", "training_flops", _flops),
+    ("core time of training", "training_seconds", _time),
+    ("FLOPs per image", "flops_an_image", _flops),
+    ("seconds per image, one core", "seconds_an_image", "{:.3f}".format),
+)
+COMPARE_NOTE = (
+    "<p class=note><code>atoll demo --compare</code> adds one model trained with as many FLOPs, and the same ensemble "
+    "with flow matching alone.</p>"
+)
+COMPARE_MEANING = Template(
+    "<dt>Monolith</dt><dd>The same network trained on all images with as many FLOPs as the experts and the router "
+    "together. As in the papers, it takes as many steps as an expert does, and each of them on $batch images. The same "
+    "FLOPs in more steps of fewer images, one after the other, make a better one at this scale: docs/LOG.md has its "
+    "figures.</dd><dt>All FM</dt><dd>The same ensemble, but in place of the DDPM expert one that learned flow matching "
+    "on the same images, for as many steps.</dd>"
+)
+
+
 def write_report(path: Path, results: Mapping[str, Any], gallery: Gallery) -> None:
-    content = render(results, gallery)
-    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8"))
+    write_text(path, render(results, gallery))
 
 
 def render(results: Mapping[str, Any], gallery: Gallery) -> str:
-    """The whole page. Its policy forbids what it does not need: scripts, and anything from elsewhere."""
-    style = files("atoll.experiments").joinpath("report.css").read_text(encoding="utf-8")
-    body = "\n".join(
-        (
-            _opening(results, gallery),
-            _experts(results, gallery),
-            _heldout(results, gallery),
-            _same(results, gallery),
-            _traces(results, gallery),
-            _table(results),
-            _meaning(results),
-            _repeat(results),
-        )
+    """Returns the whole page. Its policy forbids what it does not need: scripts, and anything from elsewhere."""
+    style, page = (files("atoll.experiments").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "html"))
+    num, experts, real = len(gallery.clusters), results["experts"], results["real"]
+    heldout = gallery.heldout[:HELDOUT_SHOWN]
+    models = {"ensemble": results, **results.get("compare", {}), "real": real}
+    compare = results.get("compare")
+    return Template(page).substitute(
+        style=style,
+        num=_word(num),
+        num_capital=_word(num).capitalize(),
+        kinds=_kinds([expert["objective"] for expert in experts]),
+        chosen=_pictures(gallery.chosen),
+        accuracy=f"{results['prompt_accuracy']:.1%}",
+        accuracy_heldout=f"{results['prompt_accuracy_heldout']:.1%}",
+        accuracy_real=f"{real['prompt_accuracy']:.1%}",
+        num_prompts=results["num_prompts"],
+        num_prompts_heldout=results["num_prompts_heldout"],
+        frechet=f"{results['frechet']:.2f}",
+        frechet_real=f"{real['frechet']:.2f}",
+        time=_time(results["seconds"]),
+        parameters=f"{results['parameters'] / 1e6:.1f}",
+        ddpm_note=_ddpm_note({expert["objective"]: expert["steps"] for expert in experts}),
+        experts="".join(
+            _expert(*each) for each in zip(range(num), experts, gallery.clusters, gallery.curves, strict=True)
+        ),
+        num_heldout=len(heldout),
+        heldout_note=_heldout_note(sum(not right for _, _, right in heldout)),
+        heldout=_pictures(heldout),
+        same="".join(_same(*each, num) for each in zip(gallery.same, gallery.painted_by, strict=True)),
+        legend="".join(
+            f'<li class="e{k}"><i class="dot"></i>expert {k}, {_kind(expert)}</li>' for k, expert in enumerate(experts)
+        ),
+        traces="".join(map(_trace, gallery.traces)),
+        table_head="".join(f"<th{_ours(name)}>{MODELS[name]}</th>" for name in models),
+        table_body="".join(_table_row(*row, models) for row in TABLE),
+        compare_note="" if compare else COMPARE_NOTE,
+        aims="".join(map(_aim, results["aims"])),
+        compare_meaning=COMPARE_MEANING.substitute(batch=compare["monolith"]["batch"]) if compare else "",
+        flag=" --compare" if compare else "",
+        stages=" · ".join(f"{escape(name)} {seconds:.0f} s" for name, seconds in results["stages"].items()),
+        commands="".join(f"<span>{escape(command)}</span>" for command in results["commands"]),
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>Atoll: {len(gallery.clusters)} experts, one model</title>
-<link rel="icon" href="data:,">
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-{body}
-<footer>Made by <code>atoll demo</code>. This file needs no network, and no other file.</footer>
-</main>
-</body>
-</html>
-"""
 
 
-# --- sections --------------------------------------------------------------------------------------------------------
+# --- pieces of the page ----------------------------------------------------------------------------------------------
 
 
-def _opening(results: Mapping[str, Any], gallery: Gallery) -> str:
-    num = len(gallery.clusters)
-    shown = "\n".join(_picture(picture, caption, right) for caption, picture, right in gallery.chosen)
-    boxes = [
-        (_percent(results["prompt_accuracy"]), f"of {results['num_prompts']} pictures have every attribute right"),
-        (
-            _percent(results["prompt_accuracy_heldout"]),
-            f"of {results['num_prompts_heldout']}, for combinations that nobody has seen",
-        ),
-        (
-            f"{results['frechet']:.2f}",
-            f"Frechet distance to the data; real pictures have {results['real']['frechet']:.2f}",
-        ),
-        (_time(results["seconds"]), f"for all of it, on a CPU; {results['parameters'] / 1e6:.1f}M parameters"),
-    ]
-    figures = "\n".join(f"<div><b>{value}</b><span>{escape(what)}</span></div>" for value, what in boxes)
-    kinds = [expert["objective"] for expert in results["experts"]]
-    names = dict.fromkeys(sorted(kinds))
-    told = escape(_join([f"{_word(kinds.count(kind))} by {KINDS.get(kind, kind)}" for kind in names]))
-    return f"""<header>
-<h1>{_word(num).capitalize()} experts that never met, one model</h1>
-<p class="lede">Each expert is a small diffusion model. It was trained in a process of its own, on its own part of the
-pictures, and saw nothing of the others: {told}. Afterwards a router learned to tell which of them to ask. These
-pictures are what they paint together, from the words below each.</p>
-</header>
-<div class="pictures">
-{shown}
-</div>
-<div class="figures">
-{figures}
-</div>"""
+def _kind(expert: Mapping[str, Any]) -> str:
+    return escape(KINDS.get(expert["objective"], expert["objective"]))
 
 
-def _experts(results: Mapping[str, Any], gallery: Gallery) -> str:
-    cards = []
-    for k, (expert, sheet, curve) in enumerate(zip(results["experts"], gallery.clusters, gallery.curves, strict=True)):
-        kind = escape(KINDS.get(expert["objective"], expert["objective"]))
-        spent = _time(expert["training_seconds"])
-        told = f"{expert['pictures']:,} pictures · {expert['steps']:,} steps · {spent} of one core"
-        cards.append(
-            f"""<div class="card e{k}">
-<h3><i class="dot"></i>Expert {k} · {kind}</h3>
-<img src="{_uri(_sheet(sheet))}" alt="some of the pictures that expert {k} learned from">
-<div class="note">{told}</div>
+def _kinds(kinds: Sequence[str]) -> str:
+    """Returns such as "one by noise prediction (DDPM) and three by flow matching"."""
+    *others, last = (f"{_word(kinds.count(kind))} by {_kind({'objective': kind})}" for kind in sorted(set(kinds)))
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _ddpm_note(steps: Mapping[str, int]) -> str:
+    if not {"ddpm", "fm"} <= set(steps):
+        return ""
+    other = "" if steps["ddpm"] == steps["fm"] else f", and takes {steps['ddpm']:,} steps, not {steps['fm']:,}"
+    return (
+        " Every owner decides alone how to train: noise prediction is slow to learn the first strokes of an image, so "
+        f"the DDPM expert has the smallest part and weighs its errors by min-SNR{other}."
+    )
+
+
+def _heldout_note(wrong: int) -> str:
+    if not wrong:
+        return "All of them are right."
+    return f"{_word(wrong).capitalize()} of them {'is' if wrong == 1 else 'are'} wrong somewhere, and marked."
+
+
+def _expert(k: int, expert: Mapping[str, Any], sheet: NDArray[np.uint8], curve: Curve) -> str:
+    spent = _time(expert["training_seconds"])
+    return f"""<div class="card e{k}">
+<h3><i class="dot"></i>Expert {k} · {_kind(expert)}</h3>
+<img src="{_uri(_sheet(sheet))}" alt="some of the images that expert {k} learned from">
+<div class="note">{expert["pictures"]:,} images · {expert["steps"]:,} steps · {spent} of one core</div>
 {_loss_chart(curve, k)}
 </div>"""
-        )
-    steps = {expert["objective"]: expert["steps"] for expert in results["experts"]}
-    apart = ""
-    if "ddpm" in steps and "fm" in steps:
-        took = "" if steps["ddpm"] == steps["fm"] else f", and takes {steps['ddpm']:,} steps, not {steps['fm']:,}"
-        apart = (
-            " Every owner decides alone how to train: noise prediction is slow to learn the first strokes of a "
-            f"picture, so the DDPM expert has the smallest part and weighs its errors by min-SNR{took}."
-        )
-    return f"""<section>
-<h2>What each expert saw, and how it learned</h2>
-<p>The pictures were sorted into {_word(len(cards))} parts by how they look. The line is the loss in training, the
-circles are the loss on pictures kept aside. Losses of different objectives cannot be compared: one guesses a velocity,
-the other the noise.{apart}</p>
-<div class="experts">
-{"".join(cards)}
-</div>
-</section>"""
 
 
-def _heldout(results: Mapping[str, Any], gallery: Gallery) -> str:
-    shown = "\n".join(_picture(picture, caption, right) for caption, picture, right in gallery.heldout[:HELDOUT_SHOWN])
-    wrong = sum(not right for _, _, right in gallery.heldout[:HELDOUT_SHOWN])
-    told = (
-        f"{_word(wrong).capitalize()} of them {'is' if wrong == 1 else 'are'} wrong somewhere, and marked."
-        if wrong
-        else ("All of them are right.")
+def _same(labelled: Labelled, chosen: int, num: int) -> str:
+    labels = {**{f"expert_{k}": f"expert {k}" for k in range(num)}, **MODELS}
+    kinds = {f"expert_{k}": f"e{k} chosen" if k == chosen else f"e{k}" for k in range(num)}
+    cells = (
+        f'<figure class="{kinds.get(name, "")}"><img src="{_uri(_enlarged(labelled.pictures[name]))}" alt="{label}">'
+        f"<figcaption>{label}</figcaption></figure>"
+        for name, label in labels.items()
+        if name in labelled.pictures
     )
-    return f"""<section>
-<h2>Combinations that nobody has seen</h2>
-<p>A tenth of all combinations of character, colour, glasses, hat and background was kept from the data altogether.
-These are the first {min(HELDOUT_SHOWN, len(gallery.heldout))} such prompts that were tried, not the best. {told}</p>
-<div class="pictures small">
-{shown}
-</div>
-</section>"""
-
-
-def _same(results: Mapping[str, Any], gallery: Gallery) -> str:
-    experts = {f"expert_{k}": k for k in range(len(gallery.clusters))}
-    rows = []
-    for labelled, chosen in zip(gallery.same, gallery.painted_by, strict=True):
-        cells = []
-        for name in (name for name in (*experts, *MODELS) if name in labelled.pictures):
-            k = experts.get(name)
-            kind = "" if k is None else f"e{k} chosen" if k == chosen else f"e{k}"
-            label = MODELS[name] if k is None else f"expert {k}"
-            cells.append(
-                f'<figure class="{kind}"><img src="{_uri(_enlarged(labelled.pictures[name]))}" alt="{label}">'
-                f"<figcaption>{label}</figcaption></figure>"
-            )
-        rows.append(f'<div class="same"><p>{escape(labelled.caption)}</p><div class="row">{"".join(cells)}</div></div>')
-    return f"""<section>
-<h2>The same noise through each expert</h2>
-<p>One prompt from each part of the data. Every picture of a row starts from the same noise. An expert that knows little
-of what is asked paints what it knows. The framed one is the router's choice.</p>
-{"".join(rows)}
-</section>"""
-
-
-def _traces(results: Mapping[str, Any], gallery: Gallery) -> str:
-    legend = "".join(
-        f'<li class="e{k}"><i class="dot"></i>expert {k}, {escape(KINDS.get(kind, kind))}</li>'
-        for k, kind in enumerate(expert["objective"] for expert in results["experts"])
-    )
-    return f"""<section>
-<h2>Who painted what, and when</h2>
-<p>From noise on the left to the picture on the right. The small pictures show where it was heading at that time. The
-band below shows how much say each expert had. Here all experts are mixed by the router's probabilities
-(<code>--routing full</code>), so that its doubts can be seen; all other pictures of this page use the most probable
-expert alone.</p>
-<ul class="legend">{legend}</ul>
-{"".join(_trace(trace) for trace in gallery.traces)}
-</section>"""
+    return f'<div class="same"><p>{escape(labelled.caption)}</p><div class="row">{"".join(cells)}</div></div>'
 
 
 def _trace(trace: Traced) -> str:
@@ -235,113 +205,29 @@ def _trace(trace: Traced) -> str:
         f'<figure><img src="{_uri(_enlarged(picture))}" alt="where it was heading at t = {t:.2f}"></figure>'
         for t, picture in zip(trace.at, trace.previews, strict=True)
     ]
-    steps.append(f'<figure><img src="{_uri(_enlarged(trace.final))}" alt="the picture"></figure>')
+    steps.append(f'<figure><img src="{_uri(_enlarged(trace.final))}" alt="the image"></figure>')
     return f"""<div class="trace">
 <p>{escape(trace.caption) or "No words at all."}</p>
 <div class="row">{"".join(steps)}</div>
 <div class="band">{_areas(trace)}</div>
-<div class="ends"><span>noise</span><span>picture</span></div>
+<div class="ends"><span>noise</span><span>image</span></div>
 </div>"""
 
 
-def _table(results: Mapping[str, Any]) -> str:
-    models = {"ensemble": results, **results.get("compare", {}), "real": results["real"]}
-    rows = [
-        ("every attribute right", "prompt_accuracy", _percent),
-        ("the same, unseen combinations", "prompt_accuracy_heldout", _percent),
-        ("Frechet distance, less is better", "frechet", lambda value: f"{value:.3f}"),
-        ("diversity, 1 is the data's", "diversity", lambda value: f"{value:.2f}"),
-        ("parameters", "parameters", lambda value: f"{value / 1e6:.2f}M"),
-        ("FLOPs of training", "training_flops", _flops),
-        ("core time of training", "training_seconds", _time),
-        ("FLOPs per image", "flops_an_image", _flops),
-        ("seconds per image, one core", "seconds_an_image", lambda value: f"{value:.3f}"),
-    ]
-    head = "".join(f"<th{' class=ours' if name == 'ensemble' else ''}>{MODELS[name]}</th>" for name in models)
-    body = "".join(
-        f"<tr><th>{what}</th>"
-        + "".join(
-            f"<td{' class=ours' if name == 'ensemble' else ''}>{show(model[key]) if key in model else '-'}</td>"
-            for name, model in models.items()
-        )
-        + "</tr>\n"
-        for what, key, show in rows
+def _ours(name: str) -> str:
+    return " class=ours" if name == "ensemble" else ""
+
+
+def _table_row(label: str, key: str, show: Callable[[float], str], models: Mapping[str, Mapping[str, Any]]) -> str:
+    cells = (f"<td{_ours(name)}>{show(model[key]) if key in model else '-'}</td>" for name, model in models.items())
+    return f"<tr><th>{label}</th>{''.join(cells)}</tr>\n"
+
+
+def _aim(aim: Mapping[str, Any]) -> str:
+    kind, end = (
+        ("", "") if aim["reached"] else (" class=missed", f", missed by {abs(aim['found'] - aim['wanted']):.3f}")
     )
-    aims = "".join(
-        f"<li{'' if aim['reached'] else ' class=missed'}>{escape(aim['what'])}: it is {aim['found']:.3f}"
-        + ("" if aim["reached"] else f", missed by {abs(aim['found'] - aim['wanted']):.3f}")
-        + "</li>"
-        for aim in results["aims"]
-    )
-    more = (
-        ""
-        if "compare" in results
-        else (
-            "<p class=note><code>atoll demo --compare</code> adds one model trained with as many FLOPs, and the same "
-            "ensemble with flow matching alone.</p>"
-        )
-    )
-    return f"""<section>
-<h2>In numbers</h2>
-<table>
-<thead><tr><th></th>{head}</tr></thead>
-<tbody>
-{body}</tbody>
-</table>
-{more}
-<h3>What we aimed at</h3>
-<ul class="aims">{aims}</ul>
-</section>"""
-
-
-def _meaning(results: Mapping[str, Any]) -> str:
-    compared = "compare" in results
-    meanings = {
-        "Every attribute right": "A program reads each picture back: character, colour, glasses, hat, its colour and "
-        f"the background. Only if all six are as the prompt says, the picture counts. Of real pictures it reads "
-        f"{_percent(results['real']['prompt_accuracy'])} right. Prompts are captions of the training data, "
-        f"{results['num_prompts']} of them, each with a seed of its own.",
-        "Unseen combinations": "The same for combinations that were kept from the data, though each attribute alone "
-        "was in it.",
-        "Frechet distance": "How far the samples as a whole are from the data as a whole, measured on colours and "
-        "edges (features simple). It says whether one row is better than another here, and nothing beyond this page. "
-        "Real ones are other pictures like the data, through the codec: no model can do much better.",
-        "Diversity": "How different pictures of one prompt are from each other (the eyes, the mouth, the light), as a "
-        "share of how different real ones are.",
-        "FLOPs": "Counted by torch in a step of training or a picture: multiplications and additions of matrix "
-        "products. Those of the router are among the ensemble's.",
-        "Core time": "Seconds of one core. Experts run side by side, so the clock shows less.",
-    }
-    if compared:
-        meanings["Monolith"] = (
-            "The same network trained on all pictures with as many FLOPs as the experts and the router together. As "
-            "in the papers, it takes as many steps as an expert does, and each of them on "
-            f"{results['compare']['monolith']['batch']} pictures. The same FLOPs in more steps of fewer pictures, "
-            "one after the other, make a better one at this scale: docs/LOG.md has its figures."
-        )
-        meanings["All FM"] = (
-            "The same ensemble, but in place of the DDPM expert one that learned flow matching on the same pictures, "
-            "for as many steps."
-        )
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in meanings.items())
-    return f"<section>\n<h2>What the numbers mean</h2>\n<dl>{listed}</dl>\n</section>"
-
-
-def _repeat(results: Mapping[str, Any]) -> str:
-    flag = " --compare" if "compare" in results else ""
-    commands = "".join(f"<span>{escape(command)}</span>" for command in results["commands"])
-    stages = " · ".join(f"{escape(name)} {seconds:.0f} s" for name, seconds in results["stages"].items())
-    return f"""<section>
-<h2>Do it again</h2>
-<p>All of it, with the same numbers to the last digit on the same machine. Interrupted, the same command resumes.</p>
-<pre><span>atoll demo{flag}</span></pre>
-<p class="note">It took {_time(results["seconds"])} here: {stages}.</p>
-<p>Or step by step, as one would with other pictures:</p>
-<pre>{commands}</pre>
-</section>"""
-
-
-# --- drawings --------------------------------------------------------------------------------------------------------
+    return f"<li{kind}>{escape(aim['what'])}: it is {aim['found']:.3f}{end}</li>"
 
 
 def _loss_chart(curve: Curve, k: int) -> str:
@@ -391,6 +277,10 @@ def _areas(trace: Traced) -> str:
     )
 
 
+def _pictures(triples: Sequence[tuple[str, Picture, bool]]) -> str:
+    return "\n".join(_picture(picture, caption, right) for caption, picture, right in triples)
+
+
 def _picture(picture: Picture, caption: str, right: bool) -> str:
     mark = "" if right else "<b>not as asked:</b> "
     return (
@@ -424,26 +314,6 @@ def _uri(image: Image.Image) -> str:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _flops(value: float) -> str:
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e6:.3g} M"
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
 def _word(num: int) -> str:
     words = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
     return words[num] if num < len(words) else str(num)
-
-
-def _join(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
