@@ -161,7 +161,7 @@ class TestLinks:
                 taken.extend(path for pattern in allow_patterns for path in folder_path.glob(pattern))
                 return "there"
 
-        monkeypatch.setattr(module, "HfApi", Hub)
+        monkeypatch.setattr("atoll.networks.stored.HfApi", Hub)
         (model / "expert_0" / "conversion.json").symlink_to(secret)
         (model / "vae" / "x.safetensors").symlink_to(secret)
         AtollPipeline(model).push_to_hub("me/mine")

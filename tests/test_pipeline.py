@@ -404,7 +404,7 @@ class TestFolder:
                 sent.update(options)
                 return "there"
 
-        monkeypatch.setattr("atoll.sampling.assemble.HfApi", Hub)
+        monkeypatch.setattr("atoll.networks.stored.HfApi", Hub)
         assert pipe.push_to_hub("me/model") == "there"
         assert sent["folder_path"] == pipe.folder
         assert not any("bin" in pattern for pattern in sent["allow_patterns"])

@@ -72,7 +72,8 @@ def test_push_to_hub(monkeypatch):
     """The folder that would be uploaded is one that loads."""
     seen = {}
 
-    def upload(repo_id: str, folder_path: str) -> str:
+    def upload(repo_id: str, folder_path: Path, allow_patterns: list[str]) -> str:
+        assert {path.name for path in folder_path.iterdir()} == set(allow_patterns)
         seen["model"] = DiT.from_pretrained(folder_path)
         return f"uploaded {repo_id}"
 

@@ -115,15 +115,10 @@ class Stored(nn.Module):
         return model
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload to the Hugging Face hub; where it can be seen."""
-        api = HfApi(token=token)
+        """Upload to the Hugging Face hub; returns where it can be seen."""
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            try:
-                api.create_repo(repo_id, private=private, exist_ok=True)
-                return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
-            except (HfHubHTTPError, HFValidationError, OSError) as error:
-                raise InputError(f"the hub did not take {repo_id} ({_first_line(error)})") from error
+            return push_folder(Path(folder), (CONFIG, WEIGHTS), repo_id, private, token)
 
 
 def check_digest(path: Path, expected: object) -> None:
@@ -156,6 +151,18 @@ def folder_of(folder: str | Path, revision: str | None = None, files: Sequence[s
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = _first_line(error)
         raise InputError(f"there is no folder {folder}, and the hub did not give it either ({reason})") from error
+
+
+def push_folder(
+    folder: Path, files: Sequence[str], repo_id: str, private: bool | None = None, token: str | None = None
+) -> str:
+    """Upload these files of a folder to the Hugging Face hub, and no others; returns where they can be seen."""
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(files)))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise InputError(f"the hub did not take {repo_id} ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -14,9 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
 from atoll.cards import (
     AGAIN,
     INDEX,
@@ -46,7 +43,7 @@ from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.router import Router
-from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
+from atoll.networks.stored import CONFIG, WEIGHTS, folder_of, push_folder
 from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
 ROUTER = "router"
@@ -154,15 +151,10 @@ def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
 
 
 def push_model(folder: Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Upload to the Hugging Face hub; where it can be seen. Only files that the index names, as it names them."""
+    """Upload to the Hugging Face hub; returns where it can be seen. Only files that the index names, as it does."""
     index = ModelIndex.read(folder)
     index.verify(folder)
-    api = HfApi(token=token)
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[INDEX, *index.files]))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"the hub did not take {repo_id} ({reason_of(error)})") from error
+    return push_folder(folder, [INDEX, *index.files], repo_id, private, token)
 
 
 def objective_name(objective: Objective) -> str:
