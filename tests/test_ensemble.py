@@ -137,7 +137,10 @@ def make_expert(seed: int, kind: str = "fm", size: str = "xs/2", sizes: dict = S
     shape = [sizes["in_channels"], sizes["input_size"], sizes["input_size"]]
     level = torch.tensor([-4.0, 0.0, 4.0])
     calibration = Calibration(level, torch.tensor([0.2, 0.8, 1.0]), torch.randn(shape)) if kind == "ddpm" else None
-    return Expert(network, get_objective(kind), {"shape": shape}, {}, calibration=calibration)
+    frozen = {"spec": "none", "dtype": "float32", "fingerprint": "0"}
+    space = {"shape": shape, "codec": {**frozen, "channels": shape[0], "factor": 1}}
+    text = {**frozen, "dim": sizes["text_dim"], "max_length": 8}
+    return Expert(network, get_objective(kind), space, text, calibration=calibration)
 
 
 def make_router(text_dim: int | None = 16) -> Router:

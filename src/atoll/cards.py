@@ -21,6 +21,7 @@ from atoll.tensors import TensorFile
 
 INDEX, CONFIG = "model_index.json", "config.json"
 FORMAT, CLASS = 1, "AtollPipeline"
+NETWORK = ("format", "model", "architecture", "sha256")  # what config.json says of the network alone
 AGAIN = "copy it again from its source"
 MADE = "give a folder that `atoll assemble` has made"
 MAX_SIDE = 8192  # pixels of an image
@@ -148,6 +149,12 @@ class PartCard(Card):
     @property
     def cluster(self) -> int | None:
         return None if self.data is None else self.data.cluster
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Returns the card in a part's folder."""
+        about = read_json(folder / CONFIG, "give the folder of an expert or a router, trained to its end")
+        return cls.parse({key: value for key, value in about.items() if key not in NETWORK}, str(folder / CONFIG))
 
 
 class ExpertCard(PartCard):

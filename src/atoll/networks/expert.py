@@ -5,7 +5,6 @@ EXPERT/model.safetensors        the weights (averaged over training)
 EXPERT/calibration.safetensors  what was measured on held-out data of its cluster, if config.json says so
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from atoll.cards import ExpertCard
 from atoll.config import build
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.transfer import Calibration, Conversion, Transfer
-from atoll.errors import InputError, shown
+from atoll.errors import InputError
 from atoll.networks.dit import DiT
 from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
 from atoll.networks.text_prior import TextPrior
@@ -79,27 +79,19 @@ class Expert:
         """From a folder or a hub id; every key and value is checked."""
         path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
         network = DiT.from_pretrained(path, dtype=dtype)
-        card = dict(network.card)
         for key in ("objective", "latent_space", "text_encoder"):
-            if not isinstance(card.get(key), Mapping):
+            if network.card.get(key) is None:
                 raise InputError(f"{path / CONFIG} has no {key!r}: it holds a bare network, not an expert")
-        config, shape = network.config, card["latent_space"].get("shape")
+        card = ExpertCard.parse(network.card, str(path / CONFIG))
+        config, shape = network.config, card.latent_space.shape
         if shape != [config.in_channels, config.input_size, config.input_size]:
             raise InputError(f"{path / CONFIG} has latents {shape}, which its architecture does not take")
-        calibration, prior = (None, None) if card.get("calibration") is None else read_calibration(path / CALIBRATION)
-        objective = build(Objective, card.pop("objective"), f"the objective in {path / CONFIG}")
+        calibration, prior = (None, None) if card.calibration is None else read_calibration(path / CALIBRATION)
+        objective = build(Objective, card.objective, f"the objective in {path / CONFIG}")
         if calibration is not None and list(calibration.mean.shape) != shape:
             raise InputError(f"{path / CALIBRATION} is of latents {list(calibration.mean.shape)}, not {shape}")
-        card |= {"calibration": calibration, "prior": prior, "guidance": learned_guidance(card, path / CONFIG)}
-        return cls(network=network, objective=objective, **card)
-
-
-def learned_guidance(card: Mapping[str, Any], where: Path) -> float:
-    """What a card says of guidance; most say nothing, and have learned none."""
-    found = card.get("guidance", 1.0)
-    if type(found) not in (int, float) or not 0 < found < math.inf:
-        raise InputError(f"{where} is damaged, its 'guidance' is {shown(found)}: copy it again from its source")
-    return float(found)
+        about = {key: value for key, value in network.card.items() if key not in ("objective", "calibration")}
+        return cls(network, objective, **{**about, "calibration": calibration, "prior": prior})
 
 
 def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from atoll.cards import (
     AGAIN,
@@ -25,7 +24,6 @@ from atoll.cards import (
     LatentSpace,
     ModelIndex,
     ObjectiveName,
-    PartCard,
     RouterCard,
     RouterEntry,
     TextEncoderCard,
@@ -50,7 +48,6 @@ ROUTER = "router"
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its training state stays where it is
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
-P = TypeVar("P", bound=PartCard)
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
@@ -98,7 +95,7 @@ def assemble(
     ordered, entry = list[Path | None](cards), None
     if place is not None:
         network = load_router(place)
-        about = read_part(place, RouterCard)
+        about = RouterCard.read(place)
         require_fit(place, about, space, texts, source)
         entry = RouterEntry(
             folder=ROUTER, model=type(network).__name__, reads_text=network.config.text_dim is not None,
@@ -216,19 +213,12 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
     return None
 
 
-def read_part(folder: Path, cls: type[P]) -> P:
-    """Returns the card of an expert or a router."""
-    about = read_json(folder / CONFIG, "give the folder of an expert or a router, trained to its end")
-    own = ("format", "model", "architecture", "sha256")
-    return cls.parse({key: value for key, value in about.items() if key not in own}, str(folder / CONFIG))
-
-
 def _read_expert(folder: Path) -> tuple[ExpertCard, ObjectiveName]:
     """Returns its card and its objective, after all of it was read and found whole."""
     kind = read_json(folder / CONFIG, "give the folder of an expert").get("model")
     if kind != DiT.__name__:
         raise InputError(f"{folder} is a {shown(kind)[1:-1]}, not an expert: give it as --router, if it is one")
-    card = read_part(folder, ExpertCard)
+    card = ExpertCard.read(folder)
     trained = Expert.load(folder).objective
     name = ObjectiveName(name=objective_name(trained), prediction=str(trained.prediction), schedule=trained.schedule)
     return card, name

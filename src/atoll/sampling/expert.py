@@ -12,6 +12,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from atoll.cards import ExpertCard
 from atoll.config import build
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
@@ -19,7 +20,7 @@ from atoll.diffusion.transfer import Conversion, Predict, Transfer
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
 from atoll.networks.dit import DiT, TextContext
-from atoll.networks.expert import CALIBRATION, Expert, learned_guidance
+from atoll.networks.expert import CALIBRATION, Expert
 from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
 from atoll.networks.text_prior import TextPrior
 from atoll.storage import read_json
@@ -145,14 +146,14 @@ class FolderExpert:
         self.dtype = dtype
         self.device = torch.device(device)
         about = read_json(self.path / CONFIG, f"an expert is a folder with {CONFIG} and {WEIGHTS}")
-        try:
-            objective = about["objective"]
-            self.shape: Shape = tuple(int(size) for size in about["latent_space"]["shape"])
-            self.text_dim: int | None = about["architecture"]["text_dim"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{self.path / CONFIG} does not describe an expert: give the folder of one") from error
-        self.prediction = build(Objective, objective, f"the objective in {self.path / CONFIG}").prediction
-        self.guidance = learned_guidance(about, self.path / CONFIG)
+        architecture = about.get("architecture")
+        if "latent_space" not in about or not isinstance(architecture, dict):
+            raise InputError(f"{self.path / CONFIG} does not describe an expert: give the folder of one")
+        card = ExpertCard.read(self.path)
+        self.shape: Shape = tuple(card.latent_space.shape)
+        self.text_dim: int | None = architecture.get("text_dim")
+        self.prediction = build(Objective, card.objective, f"the objective in {self.path / CONFIG}").prediction
+        self.guidance = float(card.guidance)
         self.resident = False
         self._expert: VelocityExpert | None = None
         self._check = check

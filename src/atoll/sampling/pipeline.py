@@ -32,7 +32,7 @@ from atoll.encoders.text import TOKENIZER, TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
 from atoll.networks.stored import DTYPES, WEIGHTS
 from atoll.sampling import defaults
-from atoll.sampling.assemble import copy_model, find_model, load_router, push_model, read_part
+from atoll.sampling.assemble import copy_model, find_model, load_router, push_model
 from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.routing import POLICIES, Routing, get_routing
@@ -164,7 +164,7 @@ class AtollPipeline:
         path = self.folder / name
         self.index.check_files(self.folder, name)
         router = load_router(path)
-        require_fit(path, read_part(path, RouterCard), self.index.latent_space, self.index.text_encoder, INDEX)
+        require_fit(path, RouterCard.read(path), self.index.latent_space, self.index.text_encoder, INDEX)
         return router.float()
 
     def _open_ensemble(self) -> Ensemble:
@@ -190,7 +190,7 @@ class AtollPipeline:
         self.index.check_card(self.folder, path.name)
         check = partial(self.index.check_files, self.folder, path.name)
         expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device, check=check)
-        card = read_part(path, ExpertCard)
+        card = ExpertCard.read(path)
         require_fit(path, card, self.index.latent_space, self.index.text_encoder, INDEX)
         if card.cluster != cluster:
             raise InputError(

@@ -7,7 +7,7 @@ asked, and one expert a picture is run.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from atoll.cards import CodecCard, ExpertCard, ModelIndex, TextEncoderCard, require_same
 from atoll.data.shards import Dataset
-from atoll.data.view import Rows, refuse_inside, spread_times
+from atoll.data.view import DatasetView, refuse_inside, spread_times
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
-from atoll.sampling.assemble import find_model, read_part
+from atoll.sampling.assemble import find_model
 from atoll.sampling.ensemble import Ensemble
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.pipeline import AtollPipeline
@@ -33,8 +34,9 @@ from atoll.sampling.routing import Routing
 from atoll.storage import resolved
 from atoll.training.dry_run import preview
 from atoll.training.expert import JUDGED, JUDGED_AT_THE_END, ExpertTask
-from atoll.training.loop import Tensors, train
+from atoll.training.loop import train
 from atoll.training.settings import DistillSettings
+from atoll.training.task import Tensors
 
 ROUTINGS = {
     "label": Routing("oracle"),
@@ -172,7 +174,7 @@ class DistillTask(ExpertTask):
 
     def _experts_of_rows(self, allow_missing: bool) -> Tensor:
         """Who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
-        rows, places = self.rows, self.teacher.places
+        rows, places = self.view, self.teacher.places
         if not self.teacher.by_label:
             return torch.zeros(len(rows.data), dtype=torch.long)
         clusters = rows.data.clusters()
@@ -206,26 +208,27 @@ class DistillTask(ExpertTask):
     def read(self, rows: NDArray[np.int64]) -> Tensors:
         """Also who teaches each. Those of one teacher come together, so that it is in memory once a step, however
         small the micro-batches are; the noise that meets them does not know them."""
-        teachers = self.experts[self.rows.train[rows]].numpy()
+        teachers = self.experts[self.view.train[rows]].numpy()
         at, latents, ids = super().read(rows[np.argsort(teachers, kind="stable")])
         return at, latents, ids, self.experts[at]
 
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (rows, x0, ids, experts), (t, eps, dropped) = batch, drawn
-        text = self.encode(ids, dropped, rows)
+        (indices, x0, ids, experts), (t, eps, dropped) = batch, drawn
+        text = self.encode(ids, dropped, indices)
         alpha, sigma, _, _ = LINEAR(t).over(x0)
         x = alpha * x0 + sigma * eps
         # A dropped text is the null text, which guidance leaves as it is: so the student can still be guided further.
         target = self.teacher.velocity(x, t, text, self.null, experts)
         return squared_error(network(x, t, *text), target)
 
-    def evaluate(self) -> Mapping[str, Any]:
-        return {**super().evaluate(), "held_out_teacher": self.loss_to_teacher(JUDGED)}
+    def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
+        metrics, grid = super().evaluate(sample)
+        return {**metrics, "held_out_teacher": self.loss_to_teacher(JUDGED)}, grid
 
     @torch.no_grad()
     def loss_to_teacher(self, num: int) -> float:
         """How far the student is from its teacher on held-out rows, always at the same noise and times."""
-        chosen = np.resize(self.rows.judged_by(num), num)
+        chosen = np.resize(self.view.judged_by(num), num)
         chosen = chosen[np.argsort(self.experts[chosen].numpy(), kind="stable")]
         generator = torch.Generator().manual_seed(0)
         t = LINEAR.inside(spread_times(num, generator))
@@ -234,11 +237,11 @@ class DistillTask(ExpertTask):
         losses = []
         for i, first in enumerate(range(0, num, self.at_a_time)):
             at = chosen[first : first + self.at_a_time]
-            x0, times = self.rows.latents(at), t[first : first + self.at_a_time]
+            x0, times = self.view.latents(at), t[first : first + self.at_a_time]
             alpha, sigma, _, _ = LINEAR(times).over(x0)
             x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(self.device)
             times = times.to(self.device)
-            text = self.rows.encode(self.text, self.rows.tokens(at).to(self.device), torch.from_numpy(at))
+            text = self.view.encode(self.text, self.view.tokens(at).to(self.device), torch.from_numpy(at))
             if ask:
                 targets.append(self.teacher.velocity(x, times, text, self.null, self.experts[at]).cpu())
             losses.append(squared_error(self.network(x, times, *text).float().cpu(), targets[i]))
@@ -255,28 +258,18 @@ class DistillTask(ExpertTask):
         assert self.judgement is not None
         told = [
             f"a student of {about.get('name', 'its teacher')}: {apart:.4f} from it, loss {self.judgement.loss:.4f} "
-            f"against the pictures themselves, on {self.rows.measured_on}"
+            f"against the pictures themselves, on {self.view.measured_on}"
         ]
         if self.learned_guidance != 1:
             told.append(
                 f"it has learned guidance of {self.learned_guidance:g}: sample it with --guidance 1, the default"
             )
-        return [*told, f"next: atoll assemble {folder} --data {self.rows.data.folder} --out MODEL"]
+        return [*told, f"next: atoll assemble {folder} --data {self.view.data.folder} --out MODEL"]
 
 
 def squared_error(one: Tensor, other: Tensor) -> Tensor:
     """The mean over each sample: [B]."""
     return ((one - other) ** 2).flatten(1).mean(1)
-
-
-# ------------------------------------------------------------------------------------------------------------------
-
-
-def preview_student(
-    model: str | Path, data: Path, settings: DistillSettings, init: Path | None = None, allow_missing: bool = False
-) -> Sequence[str]:
-    """What `distill` would do, and what it would take."""
-    return preview(_maker(model, data, settings, init, allow_missing), settings)
 
 
 def distill(
@@ -287,18 +280,12 @@ def distill(
     init: Path | None = None,
     allow_missing: bool = False,
     progress: bool = True,
+    dry_run: bool = False,
 ) -> Sequence[str]:
-    """A student of a model; the folder `out` is an expert of all of the data when it is finished."""
+    """Trains a student of a model; the folder `out` is an expert of all of the data in the end."""
     refuse_inside(out, data)
     if resolved(out).is_relative_to(resolved(model)):
         raise InputError(f"{out} lies within {model}: choose an --out outside of the teacher")
-    return train(_maker(model, data, settings, init, allow_missing), settings, out, progress)
-
-
-def _maker(
-    model: str | Path, data: Path, settings: DistillSettings, init: Path | None, allow_missing: bool
-) -> Callable[[torch.device], DistillTask]:
-    """What makes the task, after all was compared that can be without reading weights."""
     folder = find_model(model)
     index, dataset = ModelIndex.read(folder), Dataset.open(data)
     _check_fit(folder, index, dataset)
@@ -312,7 +299,7 @@ def _maker(
         teacher = Teacher.open(folder, index, settings, device)
         return DistillTask(dataset, settings, device, teacher, init, allow_missing)
 
-    return make
+    return preview(make, settings) if dry_run else train(make, settings, out, progress)
 
 
 def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
@@ -334,9 +321,9 @@ def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
     for cluster, k in places_of(folder, index).items():
         part = index.experts[k]
         assert part is not None
-        card = read_part(folder / part.folder, ExpertCard)
+        card = ExpertCard.read(folder / part.folder)
         known = None if card.data is None else card.data.fingerprint
-        if cluster in clusters and known not in (None, Rows(Dataset.open(data.folder, cluster)).fingerprint):
+        if cluster in clusters and known not in (None, DatasetView(Dataset.open(data.folder, cluster)).fingerprint):
             warnings.warn(
                 f"expert_{k} of {folder} was trained on other pictures than cluster {cluster} of {data.folder}: labels "
                 "are right only if `atoll assign` has placed these into the clusters of the experts, so if it has not, "
