@@ -413,7 +413,7 @@ class TestOpening:
         make(tmp_path / "d")
         path = tmp_path / "d" / "dataset.json"
         path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
-        with pytest.raises(InputError, match="run the same `atoll prepare` command again"):
+        with pytest.raises(InputError, match="rerun the same `atoll prepare` command"):
             Dataset.open(tmp_path / "d")
 
     def test_other_folders(self, tmp_path):

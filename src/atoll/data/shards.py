@@ -15,9 +15,10 @@ cut short while it is mapped kills the process that reads it.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,30 +89,29 @@ class Shard:
     def texts(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
         """Strings of a column, all of them or some."""
         self.kind(f"{column}.bytes")
-        found, entry = self[f"{column}.offsets"], self._entries[f"{column}.bytes"]
-        if not len(found) or found[0] != 0 or found[-1] != entry.shape[0] or bool((np.diff(found) < 0).any()):
+        ends, entry = self[f"{column}.offsets"], self._entries[f"{column}.bytes"]
+        if not len(ends) or ends[0] != 0 or ends[-1] != entry.shape[0] or bool((np.diff(ends) < 0).any()):
             raise InputError(f"{self.path} has a {column} that begins where none can: {AGAIN}")
-        offsets, start = found.tolist(), entry.start
+        offsets = ends.tolist()
         if rows is None:
             content = self[f"{column}.bytes"].tobytes()
             parts = [content[i:j] for i, j in pairwise(offsets)]
         else:
-            chosen = list(rows)
-            sizes = [offsets[i + 1] - offsets[i] for i in chosen]
-            parts = self._read([start + offsets[i] for i in chosen], sizes)
+            spans = [(entry.start + offsets[i], offsets[i + 1] - offsets[i]) for i in rows]
+            parts = self._read([begin for begin, _ in spans], [size for _, size in spans])
         return [part.decode("utf-8", "replace") for part in parts]
 
     def _read(self, begins: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
-        """The bytes of some spans of the file."""
-        handle = _opened(self.path, self._root, self._version)
-        found = [os.pread(handle.number, size, begin) for begin, size in zip(begins, sizes, strict=True)]
+        """Returns the bytes of some spans of the file."""
+        number = _opened(self.path, self._root, self._version).fileno()
+        parts = [os.pread(number, size, begin) for begin, size in zip(begins, sizes, strict=True)]
         for i, size in enumerate(sizes):
-            while len(found[i]) < size:  # the system gives at most 2 GB at once
-                more = os.pread(handle.number, size - len(found[i]), begins[i] + len(found[i]))
+            while len(parts[i]) < size:  # the system gives at most 2 GB at once
+                more = os.pread(number, size - len(parts[i]), begins[i] + len(parts[i]))
                 if not more:
                     raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
-                found[i] += more
-        return found
+                parts[i] += more
+        return parts
 
 
 def _num_rows(entries: Mapping[str, Entry]) -> int:
@@ -135,60 +135,39 @@ def _version(handle: int) -> tuple[int, int, int]:
     return about.st_size, about.st_mtime_ns, about.st_ino
 
 
-class _Handle:
-    """An open file; it is closed when nobody has it any more."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        os.close(self.number)
-
-
 @lru_cache(maxsize=256)
-def _opened(path: Path, root: Path | None, version: tuple[int, int, int]) -> _Handle:
-    """11 million pictures are 20,000 files: not all can be open."""
+def _opened(path: Path, root: Path | None, version: tuple[int, int, int]) -> BufferedReader:
+    """11 million images are 20,000 files: not all can be open. One is closed when nobody has it any more."""
     try:
-        with open_regular(path, root) as file:
-            handle = _Handle(os.dup(file.fileno()))
+        file = open_regular(path, root)
     except OSError as error:
         raise InputError(f"{path} cannot be read any more ({reason_of(error)}): {AGAIN}") from error
-    if _version(handle.number) != version:
+    if _version(file.fileno()) != version:
         raise InputError(f"{path} has changed since it was opened: start again")
-    return handle
+    return file
 
 
+@dataclass(frozen=True)
 class Column:
     """One column over all shards, as if it were one array; slices and index arrays read just those rows."""
 
-    def __init__(self, shards: list[Shard], name: str, order: NDArray[np.int64] | None = None) -> None:
-        self.shards, self.name, self.order = shards, name, order
-        self.ends = np.cumsum([shard.num_rows for shard in shards])
+    data: "Dataset"
+    name: str
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return len(self.data)
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
-        index = np.asarray(rows, dtype=np.int64)
-        if self.order is not None:
-            index = self.order[index]
-        if index.ndim == 0:
-            found: NDArray[Any] = self._take(index[None])[0]
-            return found
-        return self._take(index)
-
-    def _take(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        dtype, shape = self.shards[0].kind(self.name)
+        index = np.atleast_1d(np.asarray(rows, dtype=np.int64))
+        dtype, shape = self.data.shards[0].kind(self.name)
         out = np.empty((len(index), *shape), dtype)
-        owner = np.searchsorted(self.ends, index, side="right")
-        for part in np.unique(owner):
-            shard, mine = self.shards[part], owner == part
+        for shard, places, shard_rows in self.data.locate(index):
             if shard.kind(self.name) != (dtype, shape):
                 raise InputError(f"the {self.name} of {shard.path} are of another shape than before it: {AGAIN}")
-            out[mine] = shard.take(self.name, index[mine] - (self.ends[part - 1] if part else 0))
-        return out
+            out[places] = shard.take(self.name, shard_rows)
+        return out if np.ndim(rows) else out[0]
 
 
 @dataclass(frozen=True)
@@ -202,25 +181,25 @@ class Dataset:
 
     @classmethod
     def open(cls, folder: str | Path, cluster: int | None = None, partial: bool = False) -> "Dataset":
-        """Open DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
+        """Opens DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
         folder = Path(folder)
         about = read_json(folder / "dataset.json", "give a folder that `atoll prepare` has made")
         if about.get("format") != FORMAT:
             has = shown(about.get("format"))
             raise InputError(f"{folder} has format {has}, and this version of atoll reads {FORMAT}")
         if about.get("complete") is not True:
-            raise InputError(f"{folder} is not finished: run the same `atoll prepare` command again to go on")
+            raise InputError(f"{folder} is not finished: rerun the same `atoll prepare` command to resume")
         check_described(folder, about)
         if cluster is None:
             places = [folder / "shards"]
             if clusters_in(folder) is not None:
                 places = list(cluster_folders(folder).values())
         else:
-            here = cluster_folders(folder)
-            if cluster not in here:
-                names = ", ".join(path.name for path in here.values())
+            folders = cluster_folders(folder)
+            if cluster not in folders:
+                names = ", ".join(path.name for path in folders.values())
                 raise InputError(f"{folder} has no cluster {cluster}: there are {names or 'none yet'}")
-            places = [here[cluster]]
+            places = [folders[cluster]]
         shards = [shard for place in places for shard in _open_shards(place, folder, partial)]
         data = cls(folder, about, shards, cluster)
         expected = about["counts"]["rows"]
@@ -233,15 +212,28 @@ class Dataset:
 
     def column(self, name: str) -> Column:
         """The rows of one column, in the order of the source."""
-        return Column(self.shards, name, self._order)
+        return Column(self, name)
+
+    def locate(self, index: NDArray[np.int64]) -> Iterator[tuple[Shard, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yields each shard that has some of the rows, their places in `index`, and where they lie in the shard."""
+        at = index if self._order is None else self._order[index]
+        ends = self._ends
+        owner = np.searchsorted(ends, at, side="right")
+        for part in np.unique(owner):
+            places = np.flatnonzero(owner == part)
+            yield self.shards[part], places, at[places] - (ends[part - 1] if part else 0)
 
     def clusters(self) -> NDArray[np.int64]:
         """The cluster of each row, in the order of the source."""
         numbers = [int(shard.path.parent.name) for shard in self.shards if shard.path.parent.name.isdigit()]
         if len(numbers) != len(self.shards):
             raise InputError(f"{self.folder} has no clusters yet: run `atoll partition {self.folder} --experts K`")
-        found = np.repeat(np.array(numbers, np.int64), [shard.num_rows for shard in self.shards])
-        return found if self._order is None else found[self._order]
+        clusters = np.repeat(np.array(numbers, np.int64), [shard.num_rows for shard in self.shards])
+        return clusters if self._order is None else clusters[self._order]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum([shard.num_rows for shard in self.shards], dtype=np.int64)
 
     @cached_property
     def _order(self) -> NDArray[np.int64] | None:
@@ -252,14 +244,10 @@ class Dataset:
     def texts(self, name: str, rows: Iterable[int] | None = None) -> list[str]:
         """Strings of a column: key, caption or label."""
         index = np.arange(len(self)) if rows is None else np.fromiter(rows, np.int64)
-        at = index if self._order is None else self._order[index]
-        ends = np.cumsum([shard.num_rows for shard in self.shards])
-        owner = np.searchsorted(ends, at, side="right")
-        found = np.empty(len(at), object)
-        for part in np.unique(owner):
-            mine = np.flatnonzero(owner == part)
-            found[mine] = self.shards[part].texts(name, at[mine] - (ends[part - 1] if part else 0))
-        return list(found)
+        strings = np.empty(len(index), object)
+        for shard, places, shard_rows in self.locate(index):
+            strings[places] = shard.texts(name, shard_rows)
+        return list(strings)
 
     def size_on_disk(self) -> int:
         return sum(shard.path.stat().st_size for shard in self.shards)
@@ -305,8 +293,8 @@ def clusters_in(folder: Path) -> Path | None:
 
 def cluster_folders(folder: Path) -> dict[int, Path]:
     """The folders of the clusters that are here, by number."""
-    found = clusters_in(folder)
-    paths = sorted(found.iterdir()) if found is not None else []
+    parent = clusters_in(folder)
+    paths = sorted(parent.iterdir()) if parent is not None else []
     return {int(p.name): p for p in paths if re.fullmatch(r"[0-9]{2,9}", p.name) and p.is_dir()}
 
 
@@ -331,8 +319,8 @@ def _read_sums(place: Path, root: Path) -> dict[str, str] | None:
     """The SHA-256 of each shard of a folder; None for those that were written when none were noted."""
     try:
         lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
-        found = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
-        return {line[2]: line[1] for line in found if line} if all(found) else {}
+        matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
+        return {match[2]: match[1] for match in matches if match} if all(matches) else {}
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -340,13 +328,13 @@ def _read_sums(place: Path, root: Path) -> dict[str, str] | None:
 
 
 def write_sums(place: Path, sums: Mapping[str, str]) -> None:
-    """Note the SHA-256 of each shard of a folder."""
+    """Notes the SHA-256 of each shard of a folder."""
     content = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     write_whole(place / SUMS, lambda staged: staged.write_text(content, encoding="ascii"))
 
 
 def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, Sequence[str]]) -> str:
-    """Write a shard so that it is there whole or not at all; returns its SHA-256."""
+    """Writes a shard so that it is there whole or not at all; returns its SHA-256."""
     tensors = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     for name, strings in texts.items():
         encoded = [text.encode("utf-8", "replace") for text in strings]
@@ -371,7 +359,7 @@ def regroup(
     progress: bool = True,
     rows_a_shard: int = 4096,
 ) -> None:
-    """Move the rows of a data set into clusters/NN/, so that a contributor need copy only one of them.
+    """Moves the rows of a data set into clusters/NN/, so that a contributor need copy only one of them.
 
     The new folders are written beside the old ones, `finish` adds to them what describes them, and they take the old
     ones' place when they are whole.
@@ -383,7 +371,18 @@ def regroup(
     for leftover in (staged, old):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        _write_clusters(data, cluster_of, num_clusters, staged, progress, rows_a_shard)
+        columns = {name: data.column(name) for name in data.shards[0].names}
+        with tqdm(total=len(data), desc="regroup", unit=" images", disable=not progress, leave=False) as bar:
+            for cluster in range(num_clusters):
+                members = np.flatnonzero(cluster_of == cluster)
+                place, sums = staged / f"{cluster:02d}", dict[str, str]()
+                place.mkdir(parents=True)
+                for start in range(0, len(members), rows_a_shard):
+                    rows, path = members[start : start + rows_a_shard], place / f"{len(sums):05d}.safetensors"
+                    own = {name: column[rows] for name, column in columns.items()}
+                    sums[path.name] = write_shard(path, own, {name: data.texts(name, rows) for name in TEXTS})
+                    bar.update(len(rows))
+                write_sums(place, sums)
         finish(staged)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
@@ -393,25 +392,3 @@ def regroup(
     os.replace(staged, folder / "clusters")
     shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(folder / "shards", ignore_errors=True)
-
-
-def _write_clusters(
-    data: Dataset, cluster_of: NDArray[np.int64], num_clusters: int, staged: Path, progress: bool, rows_a_shard: int
-) -> None:
-    columns = {name: data.column(name) for name in data.shards[0].names}
-    bar = tqdm(total=len(data), desc="regroup", unit=" images", disable=not progress, leave=False)
-    for cluster in range(num_clusters):
-        mine = np.flatnonzero(cluster_of == cluster)
-        place, sums = staged / f"{cluster:02d}", dict[str, str]()
-        place.mkdir(parents=True)
-        for number, start in enumerate(range(0, len(mine), rows_a_shard)):
-            rows = mine[start : start + rows_a_shard]
-            path = place / f"{number:05d}.safetensors"
-            sums[path.name] = write_shard(
-                path,
-                {name: column[rows] for name, column in columns.items()},
-                {name: data.texts(name, rows) for name in TEXTS},
-            )
-            bar.update(len(rows))
-        write_sums(place, sums)
-    bar.close()
