@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.data.shards import Dataset
-from atoll.data.view import Rows
+from atoll.data.view import DatasetView
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
 from atoll.encoders.codecs import load_codec, pictures_of
@@ -99,7 +99,7 @@ class Judge:
 
 def drawn_to_the_mean(expert: Expert, judge_: Judge) -> Expert:
     """The same expert calibrated towards its cluster's mean, whatever the text."""
-    rows = Rows(Dataset.open(judge_.data.folder, expert.data["cluster"]))
+    rows = DatasetView(Dataset.open(judge_.data.folder, expert.data["cluster"]))
     assert expert.prior is not None
     blind = replace(expert.prior, weight=torch.zeros_like(expert.prior.weight))
     with torch.no_grad():

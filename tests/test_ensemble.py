@@ -491,7 +491,7 @@ def test_paging_changes_nothing(folders, experts, spec, max_resident, monkeypatc
     def load(self: FolderExpert) -> None:
         loads.extend([] if self.resident else [self])
         original(self)
-        assert sum(expert.resident for expert in ensemble.shelf.experts) <= max_resident
+        assert sum(expert.resident for expert in ensemble.cache.experts) <= max_resident
 
     monkeypatch.setattr(FolderExpert, "load", load)
     assert torch.equal(make(ensemble, range(6), routing=routing), expected)

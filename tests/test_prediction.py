@@ -43,7 +43,7 @@ def test_proposition_1(kind, name, rng):
     t = torch.rand(50, generator=rng, dtype=torch.float64) * 0.98 + 0.01
     at = SCHEDULES[name](t)
     x0, eps, error = torch.randn(3, 50, 7, generator=rng, dtype=torch.float64)
-    alpha, sigma, _, _ = at.over(x0)
+    alpha, sigma, _, _ = at.broadcast(x0)
     target = output_for(kind, x0, eps, at)
     x0_hat, _ = estimate(kind, target + error, alpha * x0 + sigma * eps, at)
     torch.testing.assert_close((error**2).sum(1), x0_weight(kind, at) * ((x0_hat - x0) ** 2).sum(1))

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from atoll.diffusion.schedules import over
+from atoll.diffusion.schedules import broadcast
 from atoll.diffusion.solvers import Velocity
 from atoll.errors import InputError
 
@@ -36,7 +36,7 @@ class Guidance:
 
     def mixed(self, cond: Tensor, uncond: Tensor, t: Tensor) -> Tensor:
         """One velocity of the two, at t."""
-        return torch.lerp(uncond, cond, 1 + (self.scale - 1) * over(self.inside(t), cond))
+        return torch.lerp(uncond, cond, 1 + (self.scale - 1) * broadcast(self.inside(t), cond))
 
 
 def guided(

@@ -66,7 +66,7 @@ class Objective:
             raise InputError(f"x0 has shape {list(x0.shape)} but the noise has {list(eps.shape)}: they must agree")
         check_times(t)
         at = self.path(t)
-        alpha, sigma, _, _ = at.over(x0)
+        alpha, sigma, _, _ = at.broadcast(x0)
         output = predict(alpha * x0 + sigma * eps, t)
         check_output(output, x0)
         # The tables' d_sigma is infinite only at clean data, outside [0, 1]: targets are finite everywhere.

@@ -37,7 +37,7 @@ def estimate(prediction: Prediction, output: Tensor, x: Tensor, at: Coefficients
     Where alpha (for EPS) or sigma (for X0) is zero this is 0/0; `Transfer` keeps away from there.
     """
     check_output(output, x)
-    alpha, sigma, d_alpha, d_sigma = at.over(x)
+    alpha, sigma, d_alpha, d_sigma = at.broadcast(x)
     match Prediction(prediction):
         case Prediction.EPS:
             return Estimate((x - sigma * output) / alpha, output)
@@ -58,7 +58,7 @@ def check_output(output: Tensor, x: Tensor) -> None:
 
 def output_for(prediction: Prediction, x0: Tensor, eps: Tensor, at: Coefficients) -> Tensor:
     """What a perfect network of this kind would output: the training target, and the inverse of `estimate`."""
-    alpha, sigma, d_alpha, d_sigma = at.over(x0)
+    alpha, sigma, d_alpha, d_sigma = at.broadcast(x0)
     match Prediction(prediction):
         case Prediction.EPS:
             return eps

@@ -26,12 +26,12 @@ class Coefficients(NamedTuple):
     d_alpha: Tensor
     d_sigma: Tensor
 
-    def over(self, x: Tensor) -> "Coefficients":
+    def broadcast(self, x: Tensor) -> "Coefficients":
         """The same, shaped and typed to multiply a batch x[B, ...]."""
-        return Coefficients(*(over(c, x) for c in self))
+        return Coefficients(*(broadcast(c, x) for c in self))
 
 
-def over(values: Tensor, x: Tensor) -> Tensor:
+def broadcast(values: Tensor, x: Tensor) -> Tensor:
     """One value for the whole batch (0-d), or one a sample ([B]), shaped and typed to multiply x[B, ...]."""
     if values.dim() == 0:
         return values.to(x.device, x.dtype)

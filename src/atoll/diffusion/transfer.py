@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.diffusion.prediction import Estimate, Prediction, check_output, estimate
-from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, check_times, get_schedule, interior, over
+from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, broadcast, check_times, get_schedule, interior
 from atoll.errors import InputError, unknown
 
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -65,17 +65,17 @@ class Calibration:
         log_snr: Tensor,
         mean: Tensor,
         num_bins: int = 32,
-        towards: Tensor | None = None,
+        prior_mean: Tensor | None = None,
     ) -> "Calibration":
         """Regress x0[N, ...] on an expert's x0_hat, in bins of equal count along log_snr[N].
 
-        `towards`[N, ...] takes the place of the mean, where more is known of each sample.
+        `prior_mean`[N, ...] takes the place of the mean, where more is known of each sample.
         """
         if not (len(x0) == len(x0_hat) == len(log_snr)) or x0.shape != x0_hat.shape:
             raise InputError("a calibration needs as many estimates and levels as samples")
         if not 1 <= num_bins <= len(x0):
             raise InputError(f"num_bins must lie between 1 and the {len(x0)} samples there are, but is {num_bins}")
-        centre = mean if towards is None else towards
+        centre = mean if prior_mean is None else prior_mean
         return cls.from_products(*products(x0, x0_hat, centre), log_snr, mean, num_bins)
 
     @classmethod
@@ -168,10 +168,10 @@ class Transfer:
         if not self.log_snr_range[0] < self.log_snr_range[1]:
             raise InputError(f"log_snr_range must be (low, high) with low < high, but is {self.log_snr_range}")
 
-    def velocity(self, predict: Predict, x: Tensor, t: Tensor, towards: Tensor | None = None) -> Tensor:
+    def velocity(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Tensor:
         """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample.
 
-        `towards`[B or 1, ...] is what a calibrated x0 is drawn to, the cluster's mean by default.
+        `prior_mean`[B or 1, ...] is what a calibrated x0 is drawn to, the cluster's mean by default.
         """
         if self._is_canonical:
             check_times(t)
@@ -180,10 +180,10 @@ class Transfer:
             return output
         if self.conversion is Conversion.PAPER:
             return self._paper(predict, x, _time_for(x, t))
-        x0, eps = self.estimate(predict, x, t, towards)
+        x0, eps = self.estimate(predict, x, t, prior_mean)
         return eps - x0
 
-    def estimate(self, predict: Predict, x: Tensor, t: Tensor, towards: Tensor | None = None) -> Estimate:
+    def estimate(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Estimate:
         """The (x0, eps) behind canonical (x, t), by exact transfer and, if so set, calibrated."""
         if self.conversion is Conversion.PAPER:
             raise InputError("the paper's conversion gives velocities only: use 'exact' or 'calibrated' for x0 and eps")
@@ -195,17 +195,17 @@ class Transfer:
         here, at, native_x, native_t = matched(self.schedule, x, interior(t), log_snr.clamp(noisiest, cleanest))
         x0, eps = estimate(self.prediction, predict(native_x, native_t), native_x, at)
 
-        alpha, sigma, _, _ = here.over(x)
+        alpha, sigma, _, _ = here.broadcast(x)
         if math.isfinite(noisiest):
-            eps = torch.where(over(log_snr < noisiest, x).bool(), (x - alpha * x0) / sigma, eps)
+            eps = torch.where(broadcast(log_snr < noisiest, x).bool(), (x - alpha * x0) / sigma, eps)
         if math.isfinite(cleanest):
-            x0 = torch.where(over(log_snr > cleanest, x).bool(), (x - sigma * eps) / alpha, x0)
+            x0 = torch.where(broadcast(log_snr > cleanest, x).bool(), (x - sigma * eps) / alpha, x0)
         if self.conversion is Conversion.CALIBRATED:
             assert self.calibration is not None
-            mean = (self.calibration.mean if towards is None else towards).to(x.device, x.dtype)
+            mean = (self.calibration.mean if prior_mean is None else prior_mean).to(x.device, x.dtype)
             if mean.shape[-len(x.shape[1:]) :] != x.shape[1:]:
                 raise InputError(f"the calibration is for samples {list(mean.shape)}, but x has {list(x.shape[1:])}")
-            gain = over(self.calibration.gain_at(LINEAR.log_snr(t)), x)
+            gain = broadcast(self.calibration.gain_at(LINEAR.log_snr(t)), x)
             shrunk = mean + gain * (x0 - mean)
             x0, eps = shrunk, eps + alpha / sigma * (x0 - shrunk)  # x = alpha x0 + sigma eps still holds
         return Estimate(x0, eps)
@@ -236,7 +236,7 @@ class Transfer:
             steepest = torch.maximum(d_alpha.abs(), d_sigma.abs()).clamp_min(1)
             scale = torch.where(t > guard.damping_start, 1 / steepest, torch.ones_like(steepest))
             d_alpha, d_sigma = d_alpha * scale, d_sigma * scale
-        return over(d_alpha, x) * x0 + over(d_sigma, x) * eps
+        return broadcast(d_alpha, x) * x0 + broadcast(d_sigma, x) * eps
 
 
 def _time_for(x: Tensor, t: Tensor) -> Tensor:
@@ -258,4 +258,4 @@ def matched(
     native_t = schedule.time_of(log_snr)
     at = schedule.coefficients(native_t)
     scale = torch.hypot(at.alpha, at.sigma) / torch.hypot(here.alpha, here.sigma)
-    return here, at, over(scale, x) * x, native_t
+    return here, at, broadcast(scale, x) * x, native_t

@@ -123,7 +123,7 @@ class CentroidRouter(Stored):
         if x.dim() != 4 or x.shape[1:] != self.means.shape[1:]:
             shape = [config.in_channels, config.input_size, config.input_size]
             raise InputError(f"x must have shape [batch, {str(shape)[1:]}, but has {list(x.shape)}")
-        alpha, sigma, _, _ = LINEAR(t).over(x)
+        alpha, sigma, _, _ = LINEAR(t).broadcast(x)
         off = x[:, None] - alpha.reshape(-1, 1, 1, 1, 1) * self.means  # [B, K, C, S, S]
         variance = alpha.reshape(-1, 1) ** 2 * self.variances + sigma.reshape(-1, 1) ** 2  # [B or 1, K]
         square = (off**2).flatten(2).sum(2)

@@ -95,7 +95,7 @@ class TextContext(NamedTuple):
 
     keys_values: tuple[tuple[Tensor, Tensor], ...]  # a block: [B, H, L, d/H] each
     mask: Tensor | None  # [B, 1, 1, L], True where there is a token; None: everywhere
-    towards: Tensor | None = None  # [B, C, S, S], what the text says by itself: for calibration, not for the network
+    prior_mean: Tensor | None = None  # [B, C, S, S], what the text says by itself: for calibration, not for the network
 
 
 class SelfAttention(nn.Module):

@@ -53,22 +53,17 @@ class Source:
                 raise InputError(
                     f"{printable(name, 100)} in {self.path} holds {tensor.dtype}, not weights: give another checkpoint"
                 )
-        _check_finite(self.weights, self.path)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """A file with a table of finite tensors in it, and nothing else."""
-    weights, _, _ = _read_file(path)
-    _check_finite(weights, path)
-    return weights
+    return _read_file(path)[0]
 
 
 def read_source(path: Path) -> Source:
     """A .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
     if path.is_dir():
         return _read_folder(path)
-    if not path.exists():
-        raise InputError(f"there is no {path}: give a checkpoint's file, or the folder of one")
     weights, args, wrapper = _read_file(path)
     return Source(path, weights, digest_of(path), args=args, wrapper=wrapper)
 
@@ -85,7 +80,7 @@ def _read_folder(root: Path) -> Source:
             shards = [folder / shard for shard in shard_names(index, root)]
             weights = {name: tensor for shard in shards for name, tensor in read_tensors(shard, AGAIN, root).items()}
             digests = "".join(digest_of(shard, root) for shard in shards)
-            return Source(folder, _unprefixed(weights), hashlib.sha256(digests.encode()).hexdigest(), config)
+            return Source(folder, _finite(weights, folder), hashlib.sha256(digests.encode()).hexdigest(), config)
         for file in (folder / f"{name}.safetensors", folder / f"{name}.bin"):
             if file.exists():
                 weights, args, wrapper = _read_file(file, root)
@@ -114,20 +109,20 @@ def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor],
         with open_regular(path, root) as file:
             start, size = file.read(9), os.fstat(file.fileno()).st_size
     except FileNotFoundError as error:
-        raise InputError(f"there is no {path}: give the file of the weights") from error
+        raise InputError(f"there is no {path}: give a checkpoint's file, or the folder of one") from error
     except OSError as error:
         raise InputError(
             f"cannot read {path} ({reason_of(error)}): give a file that is there and may be read"
         ) from error
     # First of all safetensors: the length that they begin with may look like a pickle's first byte.
     if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < size + 2**27:
-        return _unprefixed(read_tensors(path, AGAIN, root)), {}, None
+        return _finite(read_tensors(path, AGAIN, root), path), {}, None
     if start[:4] == b"PK\3\4" or start[:1] == b"\x80":
         content, args, wrapper = _unwrapped(_unpickled(path, root), path)
         _check_plain(content, path, size)
         # Into memory of their own: a mapped file that is cut short kills the process that reads it.
         own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
-        return _unprefixed(own), args, wrapper
+        return _finite(own, path), args, wrapper
     what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched"}.get(start[:1])
     what = what or ("empty" if not start else "neither a torch checkpoint nor a safetensors file")
     raise InputError(f"{path} is {what}: {AGAIN}")
@@ -195,17 +190,6 @@ def _check_pickle(content: bytes, path: Path) -> None:
         raise InputError(f"{path} {OBJECTS}")
 
 
-def _check_finite(weights: Mapping[str, Tensor], path: Path) -> None:
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() or tensor.is_complex():
-            values = tensor.float() if tensor.itemsize == 1 else tensor  # float8 cannot tell
-            if not bool(torch.isfinite(values).all()):
-                raise InputError(
-                    f"{printable(name, 100)} in {path} holds values that are not finite: its training diverged or the "
-                    "file is damaged, give another"
-                )
-
-
 def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
     """Refuses tensors of other kinds, and those that claim more memory than the file has bytes: by strides of 0, say.
 
@@ -246,9 +230,16 @@ def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str
     return dict(weights), args if isinstance(args, Mapping) else {}, wrapper
 
 
-def _unprefixed(content: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    weights = dict(content)
+def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The weights without the prefixes of torch's wrappers, if all of them are finite."""
+    for name, tensor in weights.items():
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # float8 cannot tell
+        if not bool(torch.isfinite(values).all()):
+            raise InputError(
+                f"{printable(name, 100)} in {path} holds values that are not finite: its training diverged or the "
+                "file is damaged, give another"
+            )
     for prefix in PREFIXES:
-        if all(key.startswith(prefix) for key in weights):
-            weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     return weights

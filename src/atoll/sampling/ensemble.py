@@ -19,14 +19,14 @@ from torch import Tensor
 
 from atoll.diffusion.guidance import Guidance, guided
 from atoll.diffusion.prediction import Prediction
-from atoll.diffusion.schedules import over
+from atoll.diffusion.schedules import broadcast
 from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, NotFiniteError
 from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import TextContext
 from atoll.networks.router import Router
-from atoll.sampling.expert import FolderExpert, Prompts, Reading, Shape, VelocityField
+from atoll.sampling.expert import FolderExpert, Prompts, Shape, TextCache, VelocityField
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
 
 Logits = Callable[[Tensor, Tensor, Any], Tensor]
@@ -44,7 +44,7 @@ class Routed(NamedTuple):
 Trace = Callable[[Routed], None]
 
 
-class Shelf:
+class ExpertCache:
     """Experts by number, at most `max_resident` of those in folders in memory; the least recently used goes first."""
 
     def __init__(self, experts: Sequence[VelocityField | None], max_resident: int | None = None) -> None:
@@ -83,7 +83,7 @@ class Ensemble:
         names: Sequence[str] | None = None,
     ) -> None:
         """`temperature` takes the place of the one on the router's card; `names` are for warnings."""
-        self.shelf = Shelf(experts, max_resident)
+        self.cache = ExpertCache(experts, max_resident)
         self.router = router
         self.names = tuple(f"expert_{k}" for k in range(len(experts))) if names is None else tuple(names)
         card = router.card if isinstance(router, Router | CentroidRouter) else {}
@@ -138,7 +138,7 @@ class Ensemble:
 
     @property
     def num_experts(self) -> int:
-        return len(self.shelf.experts)
+        return len(self.cache.experts)
 
     def mix(
         self,
@@ -176,7 +176,7 @@ class Mixture:
         self.trace = trace
         self.present = ensemble.present[None].clone()  # [1 or B, K]: what fails on a sample is taken out of its run
         self._told: set[int] = set()
-        readers = [expert for expert in ensemble.shelf.experts if expert is not None and expert.text_dim is not None]
+        readers = [expert for expert in ensemble.cache.experts if expert is not None and expert.text_dim is not None]
         router = ensemble.router
         router_reads = isinstance(router, Router) and router.config.text_dim is not None
         if prompts is None and (readers or router_reads):
@@ -186,7 +186,7 @@ class Mixture:
         self._alone = int(ensemble.present.sum()) == 1
         if router is None and not self._alone and routing.name not in NEED_NO_ROUTER:
             raise InputError(f"{ensemble.num_experts} experts need a router for routing {routing.name!r}: give one")
-        self._readings: dict[int, Reading] = {}
+        self._texts_of: dict[int, TextCache] = {}
         self._router_text = _router_text(router, prompts)
         self._logits: Tensor | None = None  # [B, K], the router's last answer on each sample
         self._open: list[int] = []  # the samples it is still asked about
@@ -266,10 +266,10 @@ class Mixture:
 
     def _mixed(self, x: Tensor, t: Tensor, weights: Tensor) -> Tensor:
         """The experts' velocities of those samples that give them weight, added up."""
-        shelf = self.ensemble.shelf
+        cache = self.ensemble.cache
         chosen = weights.cpu() > 0
         needed = chosen.any(0).nonzero().flatten().tolist()
-        order = sorted(needed, key=lambda number: not shelf.is_resident(number))
+        order = sorted(needed, key=lambda number: not cache.is_resident(number))
         parts: dict[int, tuple[Tensor | None, Tensor]] = {}
         for number in order:
             rows = chosen[:, number].nonzero().flatten()
@@ -290,22 +290,22 @@ class Mixture:
         for number in needed:  # in this order also when `order` is another, for the same rounding
             where_, u = parts[number]
             if where_ is None:
-                total += over(weights[:, number], u) * u
+                total += broadcast(weights[:, number], u) * u
             else:
-                total.index_add_(0, where_, over(weights[where_, number], u) * u)
+                total.index_add_(0, where_, broadcast(weights[where_, number], u) * u)
         return total
 
     def _velocity_of(self, number: int, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
-        shelf = self.ensemble.shelf
-        expert = shelf.take(number)
-        self._readings = {k: reading for k, reading in self._readings.items() if shelf.is_resident(k)}
+        cache = self.ensemble.cache
+        expert = cache.take(number)
+        self._texts_of = {k: texts for k, texts in self._texts_of.items() if cache.is_resident(k)}
         if expert.text_dim is None:
             return expert.velocity(x, t)
-        if number not in self._readings:
+        if number not in self._texts_of:
             assert self.prompts is not None
-            self._readings[number] = Reading(expert.read_text, self.prompts)
-        reading = self._readings[number]
-        return guided(expert.velocity, self.guidance, lambda both: reading.context(rows, both))(x, t)
+            self._texts_of[number] = TextCache(expert.read_text, self.prompts)
+        texts = self._texts_of[number]
+        return guided(expert.velocity, self.guidance, lambda both: texts.context(rows, both))(x, t)
 
     def _take_out(self, failure: "_NotFiniteError") -> None:
         number, name = failure.number, self.ensemble.names[failure.number]
@@ -331,7 +331,7 @@ def _router_text(
         return lambda rows: None
     dtype = _dtype_of(router)
     if isinstance(router, Router):
-        return Reading(lambda text: router.read_text(text.to(router.positions.device, dtype)), prompts).context
+        return TextCache(lambda text: router.read_text(text.to(router.positions.device, dtype)), prompts).context
     logits = torch.cat([router.read_text(prompts.texts[number]) for number in prompts.positive])  # [B, K]
     return lambda rows: logits[rows]
 

@@ -91,7 +91,7 @@ class VelocityExpert:
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
         weight = self.network.patch_embed.weight
         found = self.network.read_text(tokens.to(weight.device, weight.dtype), mask)
-        return found if self.prior is None else found._replace(towards=self.prior.of(tokens, mask))
+        return found if self.prior is None else found._replace(prior_mean=self.prior.of(tokens, mask))
 
     def velocity(self, x: Tensor, t: Tensor, text: TextContext | None = None) -> Tensor:
         dtype = self.network.patch_embed.weight.dtype
@@ -99,7 +99,7 @@ class VelocityExpert:
         def predict(native_x: Tensor, native_t: Tensor) -> Tensor:
             return self.network(native_x.to(dtype), native_t, text).to(x.dtype)
 
-        return self.transfer.velocity(predict, x, t, None if text is None else text.towards)
+        return self.transfer.velocity(predict, x, t, None if text is None else text.prior_mean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,13 +272,13 @@ def _without_padding(tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
     return [text[real] for text, real in zip(tokens, mask.bool(), strict=True)]
 
 
-class Reading:
+class TextCache:
     """A batch's texts as one network sees them: each read when first needed, put together for the samples asked for."""
 
     def __init__(self, read_text: Callable[[Tensor], TextContext], prompts: Prompts) -> None:
         self.prompts = prompts
         self._read_text = read_text
-        self._texts: dict[int, tuple[Tensor, Tensor | None]] = {}  # [depth, 2, H, L, d/H], and towards[1, C, S, S]
+        self._texts: dict[int, tuple[Tensor, Tensor | None]] = {}  # [depth, 2, H, L, d/H], and prior_mean[1, C, S, S]
         self._last: tuple[object, TextContext] | None = None
 
     def context(self, rows: Sequence[int], guided: bool = False) -> TextContext:
@@ -297,7 +297,7 @@ class Reading:
     def _text(self, number: int) -> tuple[Tensor, Tensor | None]:
         if number not in self._texts:
             found = self._read_text(self.prompts.texts[number])
-            self._texts[number] = torch.stack([torch.cat(block) for block in found.keys_values]), found.towards
+            self._texts[number] = torch.stack([torch.cat(block) for block in found.keys_values]), found.prior_mean
         return self._texts[number]
 
 
@@ -305,7 +305,7 @@ def _put_together(read: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
     """Texts[depth, 2, H, L, d/H] read one by one as a batch of them, padded to the longest."""
     texts = [text for text, _ in read]
     means = [mean for _, mean in read if mean is not None]
-    towards = torch.cat(means) if means else None
+    prior_mean = torch.cat(means) if means else None
     lengths = torch.tensor([text.shape[3] for text in texts])
     depth, _, heads, _, width = texts[0].shape
     longest = int(lengths.max())
@@ -314,6 +314,6 @@ def _put_together(read: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
         whole[:, :, i, :, : text.shape[3]] = text
     blocks = tuple((keys, values) for keys, values in whole)
     if bool((lengths == longest).all()):
-        return TextContext(blocks, None, towards)
+        return TextContext(blocks, None, prior_mean)
     mask = torch.arange(longest) < lengths[:, None]
-    return TextContext(blocks, mask[:, None, None].to(whole.device), towards)
+    return TextContext(blocks, mask[:, None, None].to(whole.device), prior_mean)

@@ -12,7 +12,7 @@ from atoll.errors import unknown
 from atoll.networks.dit import TextContext
 from atoll.networks.expert import Expert
 from atoll.sampling.ensemble import image_generators, noise
-from atoll.sampling.expert import Prompts, Reading
+from atoll.sampling.expert import Prompts, TextCache
 
 SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
 """How much of the posterior's noise each step adds: all of it is DDPM's own sampling."""
@@ -31,12 +31,12 @@ def generate_native(
     config = network.config
     x = noise(generators, (config.in_channels, config.input_size, config.input_size)).to(weight.device)
     rows = range(len(x))
-    reading = Reading(lambda tokens: network.read_text(tokens.to(weight.device, weight.dtype)), prompts)
+    texts = TextCache(lambda tokens: network.read_text(tokens.to(weight.device, weight.dtype)), prompts)
 
     def predict(x: Tensor, t: Tensor, text: TextContext) -> Tensor:
         return network(x.to(weight.dtype), t, text).to(x.dtype)
 
-    output = guided(predict, guidance, lambda both: reading.context(rows, both))
+    output = guided(predict, guidance, lambda both: texts.context(rows, both))
 
     def denoise(x: Tensor, t: Tensor) -> Estimate:
         return estimate(prediction, output(x, t), x, schedule(t))

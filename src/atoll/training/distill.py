@@ -118,11 +118,11 @@ class Teacher:
 
     def resident_bytes(self) -> int:
         """Of the weights that are in memory at a time, at most."""
-        experts = [expert for expert in self.ensemble.shelf.experts if isinstance(expert, FolderExpert)]
+        experts = [expert for expert in self.ensemble.cache.experts if isinstance(expert, FolderExpert)]
         sizes = sorted(((expert.path / WEIGHTS).stat().st_size for expert in experts), reverse=True)
         router = self.ensemble.router
         tensors = router.state_dict().values() if isinstance(router, nn.Module) else ()
-        return sum(sizes[: self.ensemble.shelf.max_resident]) + sum(w.numel() * w.element_size() for w in tensors)
+        return sum(sizes[: self.ensemble.cache.max_resident]) + sum(w.numel() * w.element_size() for w in tensors)
 
 
 def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
@@ -215,7 +215,7 @@ class DistillTask(ExpertTask):
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (indices, x0, ids, experts), (t, eps, dropped) = batch, drawn
         text = self.encode(ids, dropped, indices)
-        alpha, sigma, _, _ = LINEAR(t).over(x0)
+        alpha, sigma, _, _ = LINEAR(t).broadcast(x0)
         x = alpha * x0 + sigma * eps
         # A dropped text is the null text, which guidance leaves as it is: so the student can still be guided further.
         target = self.teacher.velocity(x, t, text, self.null, experts)
@@ -238,7 +238,7 @@ class DistillTask(ExpertTask):
         for i, first in enumerate(range(0, num, self.at_a_time)):
             at = chosen[first : first + self.at_a_time]
             x0, times = self.view.latents(at), t[first : first + self.at_a_time]
-            alpha, sigma, _, _ = LINEAR(times).over(x0)
+            alpha, sigma, _, _ = LINEAR(times).broadcast(x0)
             x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(self.device)
             times = times.to(self.device)
             text = self.view.encode(self.text, self.view.tokens(at).to(self.device), torch.from_numpy(at))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.data.shards import Dataset
-from atoll.data.view import AT_A_TIME, Rows, refuse_inside, spread_times
+from atoll.data.view import AT_A_TIME, DatasetView, refuse_inside, spread_times
 from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
@@ -21,11 +21,13 @@ from atoll.networks.centroid_router import CentroidRouter, mean_token
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
 from atoll.storage import read_json
-from atoll.training.captioned import CaptionedTask
-from atoll.training.distributed import Team
+from atoll.training.batches import seeded
+from atoll.training.checkpoint import check_folder
+from atoll.training.distributed import Distributed
 from atoll.training.dry_run import preview
-from atoll.training.loop import Tensors, refuse_foreign, refuse_links, seeded, train
+from atoll.training.loop import train
 from atoll.training.settings import RouterSettings
+from atoll.training.task import CaptionedTask, Tensors
 
 JUDGED, JUDGED_AT_THE_END = 1024, 4096
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is told
@@ -42,39 +44,36 @@ class RouterTask(CaptionedTask):
         self.settings = settings
         self.labels = torch.from_numpy(data.clusters())
         self.num_experts = num_clusters_of(data)
-        channels, size, _ = self.rows.shape
+        channels, size, _ = self.view.shape
         width = self.text.dim if settings.text else None
         sizes = preset(settings.model, input_size=size, in_channels=channels, text_dim=width)
         with seeded("weights", settings.seed):
             self.network = Router(RouterConfig(**sizes, num_experts=self.num_experts))
 
     def describe(self) -> dict[str, Any]:
-        return {"data": self.rows.identity(), "num_experts": self.num_experts}
+        return {"data": self.view.identity(), "num_experts": self.num_experts}
 
     def read(self, rows: NDArray[np.int64]) -> Tensors:
-        at, latents, ids = super().read(rows)
-        return at, latents, ids, self.labels[at]
+        indices, latents, ids = super().read(rows)
+        return indices, latents, ids, self.labels[indices]
 
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (rows, x0, ids, labels), (t, eps, dropped) = batch, drawn
-        alpha, sigma, _, _ = LINEAR(t).over(x0)
+        (indices, x0, ids, labels), (t, eps, dropped) = batch, drawn
+        alpha, sigma, _, _ = LINEAR(t).broadcast(x0)
         x = alpha * x0 + sigma * eps
         if not self.settings.text:
             return F.cross_entropy(network(x, t).float(), labels, reduction="none")
-        tokens, mask = self.encode(ids, dropped, rows)
+        tokens, mask = self.encode(ids, dropped, indices)
         return F.cross_entropy(network(x, t, tokens, mask).float(), labels, reduction="none")
 
-    def evaluate(self) -> Mapping[str, Any]:
-        found = self.answers(self.network, JUDGED)
-        loss = float(F.cross_entropy(found.logits, found.labels))
-        return {"held_out": loss, "accuracy": accuracy(found), "accuracy_by_t": accuracy_by_level(found)}
-
-    def picture(self) -> Image.Image | None:
-        return None
+    def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
+        answers = self.answers(self.network, JUDGED)
+        loss = float(F.cross_entropy(answers.logits, answers.labels))
+        return {"held_out": loss, "accuracy": accuracy(answers), "accuracy_by_t": accuracy_by_level(answers)}, None
 
     def answers(self, router: nn.Module, num: int) -> "Answers":
         text = self.text if self.settings.text else None
-        return ask(router, self.rows, self.labels, text, self.device, num, self.at_a_time)
+        return ask(router, self.view, self.labels, text, self.device, num, self.at_a_time)
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Fit the temperature, compare with the router from centroids, and write the router."""
@@ -92,7 +91,7 @@ class RouterTask(CaptionedTask):
     def from_centroids(self) -> tuple[CentroidRouter, dict[str, Any]]:
         """The router that needs no training, at the image_scale which suits held-out data best, and how good it is."""
         text = self.text if self.settings.text else None
-        found = centroid_routers(self.rows, self.labels, self.num_experts, text, self.device)
+        found = centroid_routers(self.view, self.labels, self.num_experts, text, self.device)
         judged = [calibrated(self.answers(router, JUDGED_AT_THE_END)) for router in found]
         best = min(range(len(found)), key=lambda i: judged[i]["loss"])
         return found[best], judged[best]
@@ -102,11 +101,11 @@ class RouterTask(CaptionedTask):
     ) -> None:
         router.card = {
             "temperature": held_out["temperature"],
-            "latent_space": self.rows.latent_space(),
+            "latent_space": self.view.latent_space(),
             "text_encoder": dict(self.about_text) if self.settings.text else None,
-            "data": self.rows.describe(),
+            "data": self.view.describe(),
             "training": {**training, "held_out": dict(held_out)},
-            "license": str(self.rows.data.about["license"]),
+            "license": str(self.view.data.about["license"]),
         }
         router.save_pretrained(folder)
 
@@ -123,7 +122,7 @@ class Answers(NamedTuple):
 @torch.no_grad()
 def ask(
     router: nn.Module,
-    rows: Rows,
+    rows: DatasetView,
     labels: Tensor,
     text: TextEncoder | None,
     device: torch.device,
@@ -139,7 +138,7 @@ def ask(
     for first in range(0, num, batch):
         at, times = chosen[first : first + batch], t[first : first + batch]
         x0 = rows.latents(at)
-        alpha, sigma, _, _ = LINEAR(times).over(x0)
+        alpha, sigma, _, _ = LINEAR(times).broadcast(x0)
         x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(device)
         seen = () if text is None else text.encode(rows.tokens(at).to(device))
         logits.append(router(x, times.to(device), *seen).double().cpu())
@@ -225,7 +224,7 @@ def report(held_out: Mapping[str, Any], name: str) -> Sequence[str]:
 
 
 def centroid_routers(
-    rows: Rows, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
+    rows: DatasetView, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
 ) -> list[CentroidRouter]:
     """From the means and variances of each cluster's latents and texts, in one pass; one for each of IMAGE_SCALES."""
     chosen = rows.some(MOST_FOR_CENTROIDS)
@@ -258,21 +257,15 @@ def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Seq
     """The router that needs no training, as a folder like that of a trained one."""
     refuse_inside(out, data)
     task = RouterTask(Dataset.open(data), settings, settings.torch_device)
-    with Team(settings).holding(out):
-        refuse_links(out)
-        if (out / "config.json").exists() and named_model(out) != CentroidRouter.__name__:
-            raise InputError(f"{out} holds a {named_model(out)}: choose another --out")
-        if not (out / "config.json").exists():
-            refuse_foreign(out)
+    with Distributed(settings).locked(out):
+        check_folder(out, is_run="config.json")
+        if (out / "config.json").exists():
+            model = read_json(out / "config.json", "choose another --out").get("model")
+            if model != CentroidRouter.__name__:
+                raise InputError(f"{out} holds a {model}: choose another --out")
         router, held_out = task.from_centroids()
         task.write(router, out, held_out, {"method": "centroids"})
     return [f"{out}: made from centroids", *report(held_out, "from centroids")]
-
-
-def preview_router(data: Path, settings: RouterSettings) -> Sequence[str]:
-    """What `train_router` would do, and what it would take."""
-    dataset = Dataset.open(data)
-    return preview(lambda device: RouterTask(dataset, settings, device), settings)
 
 
 def num_clusters_of(data: Dataset) -> int:
@@ -285,12 +278,14 @@ def num_clusters_of(data: Dataset) -> int:
     return num
 
 
-def named_model(folder: Path) -> str:
-    return str(read_json(folder / "config.json", "choose another --out").get("model"))
-
-
-def train_router(data: Path, settings: RouterSettings, out: Path, progress: bool = True) -> Sequence[str]:
-    """The router of a partitioned data set; the folder `out` is the router when it is finished."""
+def train_router(
+    data: Path, settings: RouterSettings, out: Path, progress: bool = True, dry_run: bool = False
+) -> Sequence[str]:
+    """Trains the router of a partitioned data set; the folder `out` is the router in the end."""
     dataset = Dataset.open(data)
     refuse_inside(out, data)
-    return train(lambda device: RouterTask(dataset, settings, device), settings, out, progress)
+
+    def make(device: torch.device) -> RouterTask:
+        return RouterTask(dataset, settings, device)
+
+    return preview(make, settings) if dry_run else train(make, settings, out, progress)
