@@ -7,43 +7,32 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.convert import dit, paris, pixart
+from atoll.convert import dit, paris, pixart, tables
 from atoll.convert.common import Converted, Options, check_free
-from atoll.convert.tables import (
-    DIFFUSERS_DIT,
-    DIFFUSERS_PIXART,
-    DIT,
-    PARIS_EXPERT,
-    PARIS_ROUTER,
-    PIXART,
-    DiTFormat,
-    Format,
-)
 from atoll.diffusion.transfer import Calibration
 from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT
-from atoll.networks.expert import CALIBRATION, Expert
+from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.published import Source, read_source
 from atoll.networks.stored import CONFIG, WEIGHTS
 from atoll.storage import reason_of, write_json
 
 __all__ = ["REPORT", "Converted", "Options", "check_out", "convert", "describe", "save"]
-REPORT = "conversion.json"
 CLASS_FLAGS = {"label": "--label", "as_is": "--as-is", "kind": "--kind", "fit": "--fit"}  # of DiT and SiT alone
 TERMS = {dit.DIT_LICENSE: ": for non-commercial use only, with attribution, and so is what is trained from it"}
 
 
-CONVERTERS: dict[Format, Callable[[Source, Options, Any], Converted]] = {
-    DIT: dit.convert_original,
-    DIFFUSERS_DIT: dit.convert_dit,
-    PIXART: pixart.convert_pixart,
-    DIFFUSERS_PIXART: pixart.convert_pixart,
-    PARIS_EXPERT: paris.convert_expert,
-    PARIS_ROUTER: paris.convert_router,
+CONVERTERS: dict[tables.Format, Callable[[Source, Options, Any], Converted]] = {
+    tables.DIT: dit.convert_original,
+    tables.DIFFUSERS_DIT: dit.convert_dit,
+    tables.PIXART: pixart.convert_pixart,
+    tables.DIFFUSERS_PIXART: pixart.convert_pixart,
+    tables.PARIS_EXPERT: paris.convert_expert,
+    tables.PARIS_ROUTER: paris.convert_router,
 }
 
 
-def recognise(source: Source) -> Format:
+def recognise(source: Source) -> tables.Format:
     for known in CONVERTERS:
         if all(key in source.weights for key in known.marks):
             return known
@@ -61,7 +50,7 @@ def convert(path: str | Path, options: Options = Options()) -> Converted:  # noq
     source = read_source(Path(path))
     format = recognise(source)
     for name, flag in CLASS_FLAGS.items():
-        if name in options.chosen and not isinstance(format, DiTFormat):
+        if name in options.chosen and not isinstance(format, tables.DiTFormat):
             raise InputError(f"{flag} is for DiT and SiT, but {path} is a {format.name}: leave it out")
     try:
         converted = CONVERTERS[format](source, options, format)

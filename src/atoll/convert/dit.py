@@ -75,7 +75,7 @@ def convert_dit(
     sizes = Sizes.of(source, options, ledger, ledger.apply(format.rules))
     keep_channels(ledger, sizes, negated=backwards and objective.prediction is Prediction.VELOCITY)
     take_positions(ledger, sizes)
-    label, note = _label(source, options, ledger.take(format.labels.replace("{i}", "0")).shape[:1].numel())
+    label, note = _label(source, options, ledger.take(f"{format.labels}.weight".replace("{i}", "0")).shape[:1].numel())
     notes = [note]
     config = sizes.config(
         DiTConfig, text_dim=None if options.as_is else options.text_dim or TEXT_DIM,
@@ -163,7 +163,7 @@ class _Modulation:
         """A block's, with the class in its last bias; SiT's seen from the other end of time."""
         first = self._layer(self.format.time[0], i, columns=NUM_FREQUENCIES)
         second = self._layer(self.format.time[1], i)
-        key = self.format.labels.replace("{i}", str(i))
+        key = f"{self.format.labels}.weight".replace("{i}", str(i))
         labels = self.ledger.take(key)
         if labels.shape[1:] != second.bias.shape or len(labels) <= self.label:
             raise InputError(f"{key} in {self.ledger.name} has shape {list(labels.shape)}: it is damaged")
@@ -177,13 +177,10 @@ class _Modulation:
         return TimeMLP(first, second, self.config.time_scale, self.config.frequency_shift)
 
     def _sources(self, *names: str) -> list[str]:
-        """The keys of layers, or of a weight itself; of all blocks where a name holds {i}."""
-        every = [
-            name.replace("{i}", str(i)) for name in names for i in range(self.config.depth if "{i}" in name else 1)
-        ]
-        return [
-            name + part for name in every for part in ([""] if name.endswith(".weight") else [".weight", ".bias"])
-        ]  # fmt: skip
+        """The keys of these layers, of all blocks where a name holds {i}."""
+        depth = range(self.config.depth)
+        keys = (f"{name}.{part}".replace("{i}", str(i)) for name in names for i in depth for part in Layer._fields)
+        return [key for key in dict.fromkeys(keys) if key in self.ledger.source]
 
     def _fill(self, target: str, layer: Layer, *names: str, how: str) -> None:
         for part, value in layer._asdict().items():

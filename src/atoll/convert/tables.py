@@ -21,7 +21,7 @@ class DiTFormat(Format):
     """Of a class, not of a prompt; the modulation, which is not simply copied, has the rest of these keys."""
 
     time: tuple[str, str]  # both layers of the time MLP
-    labels: str
+    labels: str  # the classes' embeddings
     block: str  # a block's map of time and class
     last: str  # the output's
     frequency_shift: int
@@ -63,7 +63,7 @@ DIT = DiTFormat(
     marks=("x_embedder.proj.weight", "blocks.0.adaLN_modulation.1.weight"),
     rules=_ORIGINAL_TRUNK,
     time=("t_embedder.mlp.0", "t_embedder.mlp.2"),
-    labels="y_embedder.embedding_table.weight",
+    labels="y_embedder.embedding_table",
     block="blocks.{i}.adaLN_modulation.1",
     last="final_layer.adaLN_modulation.1",
     frequency_shift=0,
@@ -74,7 +74,7 @@ DIFFUSERS_DIT = DiTFormat(
     marks=("pos_embed.proj.weight", "transformer_blocks.0.norm1.linear.weight"),
     rules=(*_DIFFUSERS_TRUNK, *layers({"out": "proj_out_2"})),
     time=(f"{_CLASS_TIME}.timestep_embedder.linear_1", f"{_CLASS_TIME}.timestep_embedder.linear_2"),
-    labels=f"{_CLASS_TIME}.class_embedder.embedding_table.weight",
+    labels=f"{_CLASS_TIME}.class_embedder.embedding_table",
     block=f"{_BLOCK}.norm1.linear",
     last="proj_out_1",
     frequency_shift=1,
