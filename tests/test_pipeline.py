@@ -330,7 +330,7 @@ class TestFolder:
         for routing in ("full", "topk"):
             one, other = (latents(p, PROMPTS, seed=1, routing=routing) for p in (paged, pipe))
             assert torch.equal(one, other)
-        assert sum(paged.ensemble.shelf.is_resident(k) for k in range(3)) == 1
+        assert sum(paged.ensemble.cache.is_resident(k) for k in range(3)) == 1
 
     def test_dtype_and_back(self, model, pipe):
         other = AtollPipeline.from_pretrained(model, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "atoll"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-FOUNDATION = {"errors", "config", "storage", "tensors", "cards"}  # any part may use them
+FOUNDATION = {"errors", "config", "storage", "tensors", "cards", "processes"}  # any part may use them
 LAYERS = [  # each may import those above it
     {"diffusion", "plots"},
     {"networks"},
@@ -24,6 +24,7 @@ LAYERS = [  # each may import those above it
     {"experiments"},
     {"cli"},
 ]
+LAYERS.append({"__init__", "__main__"})  # the public face
 MAY_IMPORT = {part: set().union(*LAYERS[:i]) for i, layer in enumerate(LAYERS) for part in layer}
 CORE = {
     "torch",
@@ -139,3 +140,24 @@ def test_the_core_is_what_pyproject_says():
     project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["project"]
     declared = {line.split(">")[0].split("=")[0].strip() for line in project["dependencies"]}
     assert declared == CORE
+
+
+def test_the_public_face():
+    import atoll
+
+    for name in atoll.__all__:
+        assert getattr(atoll, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = atoll.Nothing
+
+
+def test_importing_it_is_quick():
+    """Neither torch nor anything else that takes seconds comes with the name."""
+    program = "import sys, atoll, atoll.cli.main; print(*{'torch', 'diffusers', 'transformers'} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
+
+
+def test_it_runs_as_a_module():
+    run = subprocess.run([sys.executable, "-m", "atoll", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("atoll ")
