@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atoll.encoders.text import GOLDEN, split_mix
 from atoll.errors import InputError, unknown
 from atoll.storage import parse_json, write_whole
 from atoll.tensors import TensorFile
@@ -204,17 +205,9 @@ def by_random(num_rows: int, k: int, *, seed: int = 0) -> Tensor:
     """
     check_k(k, num_rows)
     runs = -(-num_rows // k)
-    with np.errstate(over="ignore"):
-        keys = _mix(np.arange(runs * k, dtype=np.uint64) + _mix(np.array([seed % 2**64], dtype=np.uint64)))
-    return torch.from_numpy(keys.reshape(runs, k).argsort(1, kind="stable").reshape(-1)[:num_rows].copy())
-
-
-def _mix(values: "np.ndarray[Any, np.dtype[np.uint64]]") -> "np.ndarray[Any, np.dtype[np.uint64]]":
-    """SplitMix64: each 64-bit number to another that looks random."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    start = split_mix(torch.tensor((seed + 2**63) % 2**64 - 2**63) + GOLDEN)
+    keys = split_mix(torch.arange(runs * k) + start + GOLDEN) ^ -(2**63)  # whose order is that of unsigned numbers
+    return keys.reshape(runs, k).argsort(stable=True).reshape(-1)[:num_rows].clone()
 
 
 def by_label(labels: Sequence[int] | Sequence[str] | Any, k: int, *, cap: float | None = None) -> Tensor:

@@ -33,6 +33,7 @@ from atoll.partition.assign import (
 )
 
 SEEDING_ROWS = 16  # a centroid, in the sample that k-means starts on
+STARTS_MOST_K = 64  # up to so many clusters, k-means++ starts 10 times
 PASSES = 2  # over all rows in memory, where they are many more than the sample
 DRAWS = 8  # points that k-means++ chooses at once, and how many it draws for each
 CELL_ROWS = 8  # a fine centroid should stand for so many rows at least
@@ -48,7 +49,6 @@ class Clusters:
     labels: Tensor  # [N], the nearest centroid of each row
     sizes: Tensor  # [k]
     inertia: float  # the sum of squared distances to the nearest centroid
-    iterations: int  # Lloyd's passes over the rows in memory
     rows_in_memory: int  # less than N when these were a sample
 
 
@@ -60,13 +60,7 @@ class Hierarchy:
     labels: Tensor  # [N], the coarse cluster of each row; what `assign` gives for the same rows
     sizes: Tensor  # [K]
     fine_sizes: Tensor  # [F]
-    fine_inertia: float
-    fine_asked: int
     fine_used: int  # less than asked for small data; cells split for the cap come on top
-
-    @property
-    def reduced(self) -> bool:
-        return self.fine_used < self.fine_asked
 
 
 def kmeans(
@@ -75,34 +69,28 @@ def kmeans(
     *,
     metric: str = "euclidean",
     seed: int = 0,
-    restarts: int | None = None,
-    tolerance: float = 1e-4,
-    max_iterations: int = 50,
     memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> Clusters:
-    """k clusters of little inertia.
+    """Returns k clusters of little inertia.
 
-    On the sample, Lloyd's passes end when one gains less than `tolerance` of the inertia; over many more rows there
-    are two. There are 10 k-means++ starts for up to 64 clusters and one for more, where three gained 0.4% and
+    On the sample, Lloyd's passes end when one gains less than 1e-4 of the inertia; over many more rows there are two.
+    There are 10 k-means++ starts for up to 64 clusters and one for more, where three gained 0.4% and
     moving centroids 2.5% in the same time. The rows in memory take `memory` bytes at most, and chunks come on top.
     """
     check_metric(metric)
     check_k(k, len(rows))
-    restarts = (10 if k <= 64 else 1) if restarts is None else restarts
-    if restarts < 1 or max_iterations < 1:
-        raise InputError(f"restarts and max_iterations must be at least 1, but are {restarts} and {max_iterations}")
     points, origin = _load(rows, k, metric, seed, memory, progress)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(points.x), generator=generator)
-    centroids = _start(points.at(order[: max(CHUNK, SEEDING_ROWS * k)]), k, restarts, generator)
+    centroids = _start(points.at(order[: max(CHUNK, SEEDING_ROWS * k)]), k, 10 if k <= STARTS_MOST_K else 1, generator)
     sample = order[: 4 * max(CHUNK, SEEDING_ROWS * k)]
-    centroids, _, iterations = points.at(sample).lloyd(centroids, max_iterations, tolerance, progress)
+    centroids, _ = points.at(sample).lloyd(centroids, 50, 1e-4, progress)
     if len(sample) < len(order):
-        centroids, _, iterations = points.lloyd(centroids, PASSES, 0, progress)
+        centroids, _ = points.lloyd(centroids, PASSES, 0, progress)
     rows_in_memory = len(points.x)
     del points
-    return _finish(rows, centroids + origin, metric, iterations, rows_in_memory, progress)
+    return _finish(rows, centroids + origin, metric, rows_in_memory, progress)
 
 
 def _load(
@@ -121,9 +109,7 @@ def _load(
     return _Points(x.sub_(origin), metric == "cosine"), origin
 
 
-def _finish(
-    rows: Rows, centroids: Tensor, metric: str, iterations: int, rows_in_memory: int, progress: Progress | None
-) -> Clusters:
+def _finish(rows: Rows, centroids: Tensor, metric: str, rows_in_memory: int, progress: Progress | None) -> Clusters:
     """Assign every row; a centroid that is nearest to none goes to the row farthest from its own, or is dropped."""
     for attempt in range(4):
         labels, distances = find_nearest(rows, centroids, metric, progress)
@@ -137,7 +123,7 @@ def _finish(
             centroids = centroids[sizes > 0]
         else:
             centroids[empty[: len(far)]] = take(rows, far, metric)
-    return Clusters(centroids, labels, sizes, float(distances.double().sum()), iterations, rows_in_memory)
+    return Clusters(centroids, labels, sizes, float(distances.double().sum()), rows_in_memory)
 
 
 class _Points:
@@ -170,8 +156,8 @@ class _Points:
 
     def lloyd(
         self, centroids: Tensor, most: int, tolerance: float, progress: Progress | None = None
-    ) -> tuple[Tensor, float, int]:
-        """Centroids after at most so many passes, the inertia at the last of them, and how many there were."""
+    ) -> tuple[Tensor, float]:
+        """Returns the centroids after at most so many passes, and the inertia at the last of them."""
         before = math.inf
         for iteration in range(1, most + 1):
             costs, labels = self.nearest(centroids)
@@ -183,7 +169,7 @@ class _Points:
             if not repaired and iteration > 1 and before - inertia <= tolerance * before:
                 break
             before = inertia
-        return centroids, inertia, iteration
+        return centroids, inertia
 
     def _repair(self, centroids: Tensor, costs: Tensor, labels: Tensor) -> bool:
         """Put centroids without points on the points that cost most."""
@@ -241,15 +227,15 @@ def _start(points: _Points, k: int, restarts: int, generator: torch.Generator) -
         first = points.x[torch.multinomial(points.weights, 1, generator=generator)]
         costs, _ = points.nearest(first)
         chosen = points.plus_plus(costs, k - 1, generator)
-        centroids, inertia, _ = points.lloyd(torch.cat([first, points.x[chosen]]), 20, 1e-3)
+        centroids, inertia = points.lloyd(torch.cat([first, points.x[chosen]]), 20, 1e-3)
         if inertia < least:
             best, least = centroids, inertia
     extra, failed = max(1, k // 8), 0
     while 1 < k == len(best) and failed < min(4, restarts + 1):
         costs, _ = points.nearest(best)
         added = points.plus_plus(costs, extra, generator)
-        more, _, _ = points.lloyd(torch.cat([best, points.x[added]]), 3, 1e-3)
-        centroids, inertia, _ = points.lloyd(points.thin(more, k), 10, 1e-3)
+        more, _ = points.lloyd(torch.cat([best, points.x[added]]), 3, 1e-3)
+        centroids, inertia = points.lloyd(points.thin(more, k), 10, 1e-3)
         if inertia < least * (1 - 5e-3 / restarts):
             best, least = centroids, inertia
         else:
@@ -283,13 +269,13 @@ def hierarchical(
     used = min(fine, max(k, len(rows) // CELL_ROWS))
     cells = kmeans(rows, used, metric=metric, seed=seed, memory=memory, progress=progress)
     coarse = _coarse(cells, k, metric, seed, capacity)
-    attempt = 0
-    while coarse is None and attempt < MOST_SPLITS:
-        attempt += 1
+    for attempt in range(1, MOST_SPLITS + 1):
+        if coarse is not None:
+            break
         centroids = _split(rows, cells, k, metric, seed + attempt, capacity)
         if len(centroids) == len(cells.centroids):
             break
-        cells = _finish(rows, centroids, metric, cells.iterations, cells.rows_in_memory, progress)
+        cells = _finish(rows, centroids, metric, cells.rows_in_memory, progress)
         coarse = _coarse(cells, k, metric, seed, capacity)
     if coarse is None:
         raise InputError(
@@ -297,15 +283,8 @@ def hierarchical(
             f"raise cap, or raise fine above {fine}"
         )
     labels = coarse[cells.labels]
-    return Hierarchy(
-        centroids=Centroids(cells.centroids, coarse, metric),
-        labels=labels,
-        sizes=torch.bincount(labels, minlength=k),
-        fine_sizes=cells.sizes,
-        fine_inertia=cells.inertia,
-        fine_asked=fine,
-        fine_used=used,
-    )
+    published = Centroids(cells.centroids, coarse, metric)
+    return Hierarchy(published, labels, torch.bincount(labels, minlength=k), cells.sizes, used)
 
 
 def _coarse(cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> Tensor | None:
@@ -313,7 +292,7 @@ def _coarse(cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> T
     origin = origin_of(cells.centroids, metric)
     points = _Points(cells.centroids - origin, metric == "cosine", cells.sizes.float())
     start = _start(points, k, 8, torch.Generator().manual_seed(seed))
-    centroids, _, _ = points.lloyd(start, 100, 0)
+    centroids, _ = points.lloyd(start, 100, 0)
     if len(centroids) < k:
         raise InputError(f"the rows have only {len(centroids)} distinct values: ask for at most as many clusters")
     labels, least = None, math.inf

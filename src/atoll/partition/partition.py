@@ -55,7 +55,7 @@ def partition(
                 )
             centroids, labels = found.centroids, found.labels
             made |= {"metric": metric, "fine": len(centroids.fine), "cap": cap}
-            if found.reduced:
+            if found.fine_used < fine:
                 notes = [f"{found.fine_used} fine centroids instead of {fine}: there are only {len(data)} pictures"]
         elif method == "random":
             labels = by_random(len(data), num_experts, seed=seed)
