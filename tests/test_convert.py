@@ -78,60 +78,60 @@ class TestAsItIs:
     @pytest.mark.parametrize("label", [None, 3])
     def test_original(self, tmp_path, x, label):
         w = class_dit()
-        made = convert(write(tmp_path, w), Options(as_is=True, label=label, num_heads=HEADS))
+        converted = convert(write(tmp_path, w), Options(as_is=True, label=label, num_heads=HEADS))
         theirs = run_class_dit(w, x, 999 * TIMES, CLASSES if label is None else label)
         assert theirs.std() > 0.1
-        torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
-        assert made.objective == Objective(Prediction.EPS, "ddpm")
-        assert made.residual is None
-        assert made.network.config.text_dim is None
+        torch.testing.assert_close(converted.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
+        assert converted.objective == Objective(Prediction.EPS, "ddpm")
+        assert converted.residual is None
+        assert converted.network.config.text_dim is None
 
     def test_diffusers(self, tmp_path, x):
         model = make_dit(tied=True)
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path, Options(as_is=True, label=2))
+        converted = convert(tmp_path, Options(as_is=True, label=2))
         with torch.no_grad():
             theirs = model(x, 999 * TIMES, torch.full((3,), 2), return_dict=False)[0]
-        torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(converted.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_diffusers_with_a_time_mlp_a_block(self, tmp_path, x):
         """What diffusers trains from scratch is fitted, and the stated residual is what it is off by."""
         model = make_dit()
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path, Options(as_is=True, label=2))
-        assert made.residual is not None
+        converted = convert(tmp_path, Options(as_is=True, label=2))
+        assert converted.residual is not None
         block, t = model.transformer_blocks[2], torch.linspace(0, 1, 500)
         with torch.no_grad():
             label = torch.full((500,), 2)
             theirs = block.norm1.linear(block.norm1.silu(block.norm1.emb(999 * t, label, hidden_dtype=torch.float32)))
-            tau = nn.functional.silu(made.network.time_embed(t))
-            ours = made.network.blocks[2].time_block(tau)
-        assert off(ours, theirs) == pytest.approx(made.residual["by_block"][2], rel=0.02)
-        assert made.ledger.used["time_embed.mlp.0.weight"]["how"] == "copied, of the first block"
+            tau = nn.functional.silu(converted.network.time_embed(t))
+            ours = converted.network.blocks[2].time_block(tau)
+        assert off(ours, theirs) == pytest.approx(converted.residual["by_block"][2], rel=0.02)
+        assert converted.ledger.used["time_embed.mlp.0.weight"]["how"] == "copied, of the first block"
         model.transformer_blocks[1].norm1.emb.load_state_dict(model.transformer_blocks[0].norm1.emb.state_dict())
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path, Options(as_is=True, label=2))
-        assert made.residual["by_block"][1] == 0 < made.residual["by_block"][2]
-        assert len(made.residual["by_block"]) == DEPTH
+        converted = convert(tmp_path, Options(as_is=True, label=2))
+        assert converted.residual["by_block"][1] == 0 < converted.residual["by_block"][2]
+        assert len(converted.residual["by_block"]) == DEPTH
 
     def test_sit(self, tmp_path, x):
         """SiT's time runs the other way and its velocity has the other sign: x_s = s x0 + (1 - s) eps."""
         w = class_dit(1)
-        made = convert(write(tmp_path, w, "SiT-XL-2-256.pt"), Options(as_is=True, label=4, num_heads=HEADS))
+        converted = convert(write(tmp_path, w, "SiT-XL-2-256.pt"), Options(as_is=True, label=4, num_heads=HEADS))
         theirs = run_class_dit(w, x, 1 - TIMES, 4)[:, :4]
-        torch.testing.assert_close(made.network(x, TIMES), -theirs, rtol=0, atol=1e-5)
-        assert made.objective == Objective(Prediction.VELOCITY, "linear")
-        assert made.license == "mit"
-        assert made.network.config.time_scale == 1.0
+        torch.testing.assert_close(converted.network(x, TIMES), -theirs, rtol=0, atol=1e-5)
+        assert converted.objective == Objective(Prediction.VELOCITY, "linear")
+        assert converted.license == "mit"
+        assert converted.network.config.time_scale == 1.0
 
     def test_sit_says_how_it_was_trained(self, tmp_path, x):
         w = class_dit(1)
         args = argparse.Namespace(path_type="GVP", prediction="noise", model="SiT-XL/2")
         path = write(tmp_path, {"model": class_dit(2), "ema": w, "opt": {"state": {}}, "args": args}, "0100000.pt")
-        made = convert(path, Options(as_is=True, num_heads=HEADS))
-        assert made.objective == Objective(Prediction.EPS, "cosine")
+        converted = convert(path, Options(as_is=True, num_heads=HEADS))
+        assert converted.objective == Objective(Prediction.EPS, "cosine")
         torch.testing.assert_close(
-            made.network(x, TIMES), run_class_dit(w, x, 1 - TIMES, CLASSES)[:, :4], rtol=0, atol=1e-5
+            converted.network(x, TIMES), run_class_dit(w, x, 1 - TIMES, CLASSES)[:, :4], rtol=0, atol=1e-5
         )
         bad = argparse.Namespace(path_type="VP", prediction="score")
         with pytest.raises(InputError, match="predicts 'score' on the path 'VP'"):
@@ -153,8 +153,8 @@ class TestClasses:
 
     def test_a_file_that_says_how_many(self, tmp_path):
         args = argparse.Namespace(num_classes=CLASSES, model="DiT-XL/2")
-        made = convert(write(tmp_path, {"ema": class_dit(), "args": args}), Options(num_heads=HEADS))
-        assert f"class {CLASSES}, that of no class, is part" in made.notes[0]
+        converted = convert(write(tmp_path, {"ema": class_dit(), "args": args}), Options(num_heads=HEADS))
+        assert f"class {CLASSES}, that of no class, is part" in converted.notes[0]
         args.num_classes = CLASSES + 1  # as many as there are rows
         path = write(tmp_path, {"ema": class_dit(), "args": args})
         with pytest.raises(InputError, match="has no embedding of no class: give --label, a class from 0 to 10"):
@@ -162,14 +162,14 @@ class TestClasses:
         assert "of class 10 is part" in convert(path, Options(num_heads=HEADS, label=10)).notes[0]
 
     def test_imagenet(self, tmp_path):
-        made = convert(write(tmp_path, class_dit(classes=1000)), Options(num_heads=HEADS))
-        assert "class 1000, that of no class, is part" in made.notes[0]
+        converted = convert(write(tmp_path, class_dit(classes=1000)), Options(num_heads=HEADS))
+        assert "class 1000, that of no class, is part" in converted.notes[0]
         with pytest.raises(InputError, match="was trained on 1000 classes and has no embedding of no class"):
             convert(write(tmp_path, class_dit(classes=999)), Options(num_heads=HEADS))
 
     def test_nothing_tells(self, tmp_path):
-        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS))
-        assert "class 10, which is taken for that of no class, being the last," in made.notes[0]
+        converted = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS))
+        assert "class 10, which is taken for that of no class, being the last," in converted.notes[0]
 
     def test_diffusers(self, tmp_path):
         make_dit(tied=True).save_pretrained(tmp_path)
@@ -196,13 +196,13 @@ class TestFit:
 
     def test_what_it_can_express_is_kept(self, tmp_path, x, text):
         w = self.in_family()
-        made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT))
-        assert max(made.residual["by_block"]) < 0.06
+        converted = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT))
+        assert max(converted.residual["by_block"]) < 0.06
         t = torch.linspace(0.02, 1, 9)
         many = x[:1].expand(9, -1, -1, -1)
         theirs = run_class_dit(w, many, 999 * t, CLASSES)[:, :4]
-        assert made.residual["output"] < 0.05
-        ours = off(made.network(many, t, text[:1]), theirs)
+        assert converted.residual["output"] < 0.05
+        ours = off(converted.network(many, t, text[:1]), theirs)
         plain = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit="mean"))
         assert ours < 0.15 < 0.3 * off(plain.network(many, t, text[:1]), theirs)
 
@@ -213,11 +213,11 @@ class TestFit:
             total = 0.0
             for seed in range(3):
                 w = class_dit(seed)
-                made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
+                converted = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
                 t = torch.linspace(0.02, 1, 9)
                 many = x[:1].expand(9, -1, -1, -1)
                 total += off(
-                    made.network(many, t, text[:1]), run_class_dit(w, many, 999 * t, CLASSES)[:, :4]
+                    converted.network(many, t, text[:1]), run_class_dit(w, many, 999 * t, CLASSES)[:, :4]
                 ) / 3  # fmt: skip
             errors[fit] = total
         report(f"converted random DiT, output off by: {', '.join(f'{k} {v:.3f}' for k, v in errors.items())}")
@@ -225,20 +225,20 @@ class TestFit:
 
     def test_equal_at_one_point(self, tmp_path, x, text):
         w = class_dit()
-        made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit="point"))
+        converted = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit="point"))
         at = torch.tensor(500 / 999)
         theirs = run_class_dit(w, x, (999 * at).expand(3), CLASSES)[:, :4]
-        torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
-        made = convert(write(tmp_path, w, "SiT.pt"), Options(num_heads=HEADS, text_dim=TEXT, fit="point"))
+        torch.testing.assert_close(converted.network(x, at, text), theirs, rtol=0, atol=2e-4)
+        converted = convert(write(tmp_path, w, "SiT.pt"), Options(num_heads=HEADS, text_dim=TEXT, fit="point"))
         theirs = -run_class_dit(w, x, (1 - at).expand(3), CLASSES)[:, :4]
-        torch.testing.assert_close(made.network(x, at, text), theirs, rtol=0, atol=2e-4)
+        torch.testing.assert_close(converted.network(x, at, text), theirs, rtol=0, atol=2e-4)
 
     @pytest.mark.parametrize("fit", ["curve", "mean", "point"])
     def test_the_stated_residual(self, tmp_path, fit):
         """Measured from outside: the new network's modulation times the factors its layers took, against the source."""
         w = class_dit(3)
-        made = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
-        network, t = made.network, torch.linspace(0, 1, 500)
+        converted = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
+        network, t = converted.network, torch.linspace(0, 1, 500)
         f = torch.exp(-math.log(10_000) * torch.arange(128) / 128)
         angle = 999 * t[:, None] * f
         seen = torch.cat([angle.cos(), angle.sin()], 1)
@@ -259,7 +259,7 @@ class TestFit:
             ours[:, (1, 4)] += 1
             ours = factor * ours
             ours[:, (1, 4)] -= 1
-            assert off(ours, theirs) == pytest.approx(made.residual["by_block"][i], rel=0.01)
+            assert off(ours, theirs) == pytest.approx(converted.residual["by_block"][i], rel=0.01)
 
     def test_still_time(self):
         """A source whose output layer does not look at the time, as one that has just begun, keeps the time."""
@@ -269,30 +269,30 @@ class TestFit:
         last = Layer(torch.zeros(2 * wide, wide), torch.zeros(2 * wide))
         one = Layer(w["blocks.0.adaLN_modulation.1.weight"], w["blocks.0.adaLN_modulation.1.bias"])
         for out in (torch.zeros(16, wide), torch.randn(16, wide)):
-            found = fit_single([mlp] * 3, lambda _: one, last, out)
-            assert max(found.residual) < 0.06
+            single = fit_single([mlp] * 3, lambda _: one, last, out)
+            assert max(single.residual) < 0.06
 
     def test_text_is_silent_at_first(self, tmp_path, x, text):
-        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS, text_dim=TEXT))
-        network = made.network
+        converted = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS, text_dim=TEXT))
+        network = converted.network
         torch.testing.assert_close(network(x, TIMES, text), network(x, TIMES, 9 * text), rtol=0, atol=0)
         assert network.text_embed.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
     def test_other_latents(self, tmp_path, text):
-        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS, text_dim=TEXT, input_size=16))
-        assert made.network(torch.randn(1, 4, 16, 16), torch.tensor(0.5), text[:1]).shape == (1, 4, 16, 16)
-        assert "pos_embed" in made.ledger.dropped
+        converted = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS, text_dim=TEXT, input_size=16))
+        assert converted.network(torch.randn(1, 4, 16, 16), torch.tensor(0.5), text[:1]).shape == (1, 4, 16, 16)
+        assert "pos_embed" in converted.ledger.dropped
 
 
 class TestPixArt:
     def test_original(self, tmp_path, x, text):
         w = pixart(text_dim=TEXT)
         for content in (w, {"state_dict": w, "epoch": 3}, {"state_dict": {}, "state_dict_ema": w}):
-            made = convert(write(tmp_path, content, "PixArt.pth"), Options(num_heads=HEADS))
+            converted = convert(write(tmp_path, content, "PixArt.pth"), Options(num_heads=HEADS))
             theirs = run_pixart(w, x, 999 * TIMES, text)
-            torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
-            assert made.ledger.dropped == {"y_embedder.y_embedding": "the null text is the encoded empty string"}
-            assert made.objective == Objective(Prediction.EPS, "ddpm")
+            torch.testing.assert_close(converted.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
+            assert converted.ledger.dropped == {"y_embedder.y_embedding": "the null text is the encoded empty string"}
+            assert converted.objective == Objective(Prediction.EPS, "ddpm")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("step", [1.0, 0.5])
@@ -300,11 +300,11 @@ class TestPixArt:
         """Places are drawn out over larger latents from those in the file, which for 1024 pixels are 0.5 apart."""
         w = {**pixart(text_dim=TEXT), "pos_embed": places(WIDTH, SIZE // 2, step)}
         path = write(tmp_path, {**w, "pos_embed": w["pos_embed"].to(dtype)}, "PixArt.pth")
-        made = convert(path, Options(num_heads=HEADS, input_size=16))
+        converted = convert(path, Options(num_heads=HEADS, input_size=16))
         x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(5))
         w["pos_embed"] = places(WIDTH, 8, step / 2)
         theirs = run_pixart(w, x, 999 * TIMES, text)
-        torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(converted.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_learned_places_have_one_size(self, tmp_path):
         w = pixart(text_dim=TEXT)
@@ -321,8 +321,8 @@ class TestPixArt:
         del w["pos_embed"]
         for name, rows in (("csize_embedder", WIDTH // 4), ("ar_embedder", WIDTH // 2)) if sees_sizes else ():
             w |= draw_weights(layer(f"{name}.mlp.0", rows, 256) | layer(f"{name}.mlp.2", rows, rows))
-        made = convert(write(tmp_path, w, "PixArt.pth"), Options(num_heads=HEADS, input_size=SIZE))
-        assert spacing_of(made.network.positions) == step
+        converted = convert(write(tmp_path, w, "PixArt.pth"), Options(num_heads=HEADS, input_size=SIZE))
+        assert spacing_of(converted.network.positions) == step
 
     def make(self, **changes: object) -> PixArtTransformer2DModel:
         torch.manual_seed(0)
@@ -338,7 +338,7 @@ class TestPixArt:
     def test_diffusers(self, tmp_path, x, text, changes):
         model = self.make(**changes)
         model.save_pretrained(tmp_path)
-        made = convert(tmp_path)
+        converted = convert(tmp_path)
         sizes = {"resolution": torch.full((3, 2), 64.0), "aspect_ratio": torch.ones(3, 1)}
         with torch.no_grad():
             theirs = model(
@@ -346,7 +346,7 @@ class TestPixArt:
                 added_cond_kwargs=sizes if changes.get("use_additional_conditions") else None,
             )[0]  # fmt: skip
         assert theirs.std() > 0.1
-        torch.testing.assert_close(made.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(converted.network(x, TIMES, text), theirs[:, :4], rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("scale", [1, 2])
     def test_diffusers_of_another_size(self, tmp_path, text, scale):
@@ -371,10 +371,10 @@ class TestPixArt:
 
     def test_texts_of_another_width(self, tmp_path):
         self.make().save_pretrained(tmp_path)
-        made = convert(tmp_path, Options(text_dim=16))
-        assert made.network.config.text_dim == 16
-        assert "caption_projection.linear_1.weight" in made.ledger.dropped
-        assert made.ledger.started["text_embed.0.weight"] == "N(0, 0.02)"
+        converted = convert(tmp_path, Options(text_dim=16))
+        assert converted.network.config.text_dim == 16
+        assert "caption_projection.linear_1.weight" in converted.ledger.dropped
+        assert converted.ledger.started["text_embed.0.weight"] == "N(0, 0.02)"
 
 
 class TestExport:
@@ -392,8 +392,8 @@ class TestExport:
         dit = self.expert(text_projection=projection)
         dit.card = {"objective": {"prediction": "velocity", "schedule": "linear"}, "license": "mit"}
         dit.save_pretrained(tmp_path / "expert")
-        told = export(tmp_path / "expert", tmp_path / "out")
-        assert "velocity on the schedule linear" in told[0]
+        lines = export(tmp_path / "expert", tmp_path / "out")
+        assert "velocity on the schedule linear" in lines[0]
         model = PixArtTransformer2DModel.from_pretrained(tmp_path / "out")
         mask = torch.arange(7) < torch.tensor([[2], [7], [4]])
         with torch.no_grad():
@@ -441,8 +441,8 @@ class TestExport:
             convert(write(tmp_path, class_dit(), "SiT.pt"), Options(num_heads=HEADS, text_dim=TEXT)),
             tmp_path / "expert",
         )
-        told = export(tmp_path / "expert", tmp_path / "out")
-        assert "for timestep 1 t" in told[0]
+        lines = export(tmp_path / "expert", tmp_path / "out")
+        assert "for timestep 1 t" in lines[0]
         assert json.loads((tmp_path / "out" / "atoll.json").read_text())["time"].startswith("timestep = 1 t")
         model, ours = (
             PixArtTransformer2DModel.from_pretrained(tmp_path / "out"),
@@ -457,8 +457,8 @@ class TestExport:
         dit = self.expert()
         dit.card = {"objective": objective, "license": "\x1b[2J" * 10**5}
         dit.save_pretrained(tmp_path / "expert")
-        told = export(tmp_path / "expert", tmp_path / "out")
-        assert all(line.isprintable() and len(line) < 1000 for line in told)
+        lines = export(tmp_path / "expert", tmp_path / "out")
+        assert all(line.isprintable() and len(line) < 1000 for line in lines)
 
     def test_learned_positions(self, tmp_path):
         dit = self.expert()
@@ -489,23 +489,23 @@ class TestBooks:
     @pytest.mark.parametrize("as_is", [False, True])
     def test_nothing_is_silent(self, tmp_path, as_is):
         w = class_dit()
-        made = convert(write(tmp_path, w), Options(num_heads=HEADS, as_is=as_is))
-        save(made, tmp_path / "out")
-        found = json.loads((tmp_path / "out" / REPORT).read_text())
-        sources = {key for entry in found["consumed"].values() for key in entry["from"]} | set(found["dropped"])
+        converted = convert(write(tmp_path, w), Options(num_heads=HEADS, as_is=as_is))
+        save(converted, tmp_path / "out")
+        books = json.loads((tmp_path / "out" / REPORT).read_text())
+        sources = {key for entry in books["consumed"].values() for key in entry["from"]} | set(books["dropped"])
         assert sources == set(w)
         weights = load_file(tmp_path / "out" / "model.safetensors")
-        assert set(found["consumed"]) | set(found["initialised"]) == set(weights)
-        assert not set(found["consumed"]) & set(found["initialised"])
-        assert found["license"] == "CC-BY-NC-4.0"
-        assert len(found["sha256"]) == 64
-        assert found["source"] == "DiT-XL-2-256x256.pt"
-        assert found["asked_for"]["num_heads"] == HEADS
-        assert found["consumed"]["patch_embed.weight"]["how"] == "flat"
-        assert found["consumed"]["patch_embed.bias"]["how"] == "copied"
-        assert found["consumed"]["out.weight"]["how"] == "first channels"
+        assert set(books["consumed"]) | set(books["initialised"]) == set(weights)
+        assert not set(books["consumed"]) & set(books["initialised"])
+        assert books["license"] == "CC-BY-NC-4.0"
+        assert len(books["sha256"]) == 64
+        assert books["source"] == "DiT-XL-2-256x256.pt"
+        assert books["asked_for"]["num_heads"] == HEADS
+        assert books["consumed"]["patch_embed.weight"]["how"] == "flat"
+        assert books["consumed"]["patch_embed.bias"]["how"] == "copied"
+        assert books["consumed"]["out.weight"]["how"] == "first channels"
         if not as_is:
-            assert len(found["modulation"]["by_block"]) == DEPTH
+            assert len(books["modulation"]["by_block"]) == DEPTH
         DiT.from_pretrained(tmp_path / "out")
 
     def test_a_key_too_many(self, tmp_path):
@@ -532,11 +532,16 @@ class TestBooks:
         with pytest.raises(InputError, match="blocks.1.attn.proj.weight of .* gives shape"):
             convert(write(tmp_path, w), Options(num_heads=HEADS))
 
+    def test_one_number_is_not_broadcast(self, tmp_path):
+        w = {**class_dit(), "blocks.1.attn.proj.bias": torch.ones(1)}
+        with pytest.raises(InputError, match="its weights do not fit together"):
+            convert(write(tmp_path, w), Options(num_heads=HEADS))
+
     def test_half_precision(self, tmp_path, x):
         w = {name: weight.bfloat16() for name, weight in class_dit().items()}
-        made = convert(write(tmp_path, w), Options(num_heads=HEADS, as_is=True))
+        converted = convert(write(tmp_path, w), Options(num_heads=HEADS, as_is=True))
         theirs = run_class_dit({name: weight.float() for name, weight in w.items()}, x, 999 * TIMES, CLASSES)
-        torch.testing.assert_close(made.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(converted.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_safetensors_and_prefixes(self, tmp_path, x):
         w = class_dit()
@@ -595,10 +600,10 @@ class TestBadInput:
         with pytest.raises(SystemExit) as stop:
             main(["convert", str(path), "--out", str(path.parent / "out"), *flags])
         assert stop.value.code == 2
-        told = capsys.readouterr().err
-        assert message in told, told
-        assert told.count("\n") == 1
-        assert "Traceback" not in told
+        error = capsys.readouterr().err
+        assert message in error, error
+        assert error.count("\n") == 1
+        assert "Traceback" not in error
         assert not (path.parent / "out").exists()
 
     @pytest.mark.parametrize("old", [False, True])
@@ -762,20 +767,20 @@ class TestBadInput:
         }  # fmt: skip
 
     def test_nothing_is_left_of_a_conversion_that_failed(self, tmp_path, monkeypatch):
-        made = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS))
+        converted = convert(write(tmp_path, class_dit()), Options(num_heads=HEADS))
 
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("atoll.networks.stored.save_file", full)
         with pytest.raises(InputError, match="No space left"):
-            save(made, tmp_path / "out")
+            save(converted, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         (tmp_path / "old").mkdir()
         for name in (REPORT, "config.json"):
             (tmp_path / "old" / name).write_text("{}")
         with pytest.raises(InputError, match="No space left"):
-            save(made, tmp_path / "old")
+            save(converted, tmp_path / "old")
         assert not (tmp_path / "old" / "config.json").exists()  # no old weights under a new report
 
     def test_one_of_ours(self, tmp_path, capsys):
@@ -784,14 +789,14 @@ class TestBadInput:
 
 
 class TestStrangers:
-    """Files that were made to do harm: a sentence, before memory is taken for what they claim."""
+    """Files that are meant to do harm: a sentence, before memory is taken for what they claim."""
 
     def refused(self, path, message, options=Options(num_heads=HEADS)):  # noqa: B008
         with pytest.raises(InputError, match=message) as caught:
             convert(path, options)
-        told = str(caught.value)
-        assert len(told) < 1000
-        assert told.isprintable(), told
+        error = str(caught.value)
+        assert len(error) < 1000
+        assert error.isprintable(), error
 
     def archive(self, tmp_path, content: bytes, **options: object) -> object:
         """A file as torch zips them, with this as its pickle."""
@@ -998,11 +1003,11 @@ def test_trained(tmp_path, report, tied):
             noisy = schedule.add_noise(x, eps, t)
             with torch.no_grad():
                 if name == "source":
-                    found = copy(noisy, t, torch.full((len(x),), 10), return_dict=False)[0][:, :1]
+                    prediction = copy(noisy, t, torch.full((len(x),), 10), return_dict=False)[0][:, :1]
                 else:
                     text = None if name == "as is" else nothing
-                    found = networks[name](noisy, torch.tensor(step / 999), text)
-            total += float(((found - eps) ** 2).mean()) / 8
+                    prediction = networks[name](noisy, torch.tensor(step / 999), text)
+            total += float(((prediction - eps) ** 2).mean()) / 8
         losses[name] = total
     kind = "one time MLP" if tied else "a time MLP a block"
     report(f"trained DiT, {kind}: loss {', '.join(f'{name} {loss:.3f}' for name, loss in losses.items())}")
@@ -1014,8 +1019,8 @@ def train_digits(model: DiTTransformer2DModel, tied: bool, steps: int) -> None:
     """DDPM on scikit-learn's digits, from weights as DiT begins with."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    x, y = torch.tensor(found.images).float()[:, None] / 8 - 1, torch.tensor(found.target)
+    digits = load_digits()
+    x, y = torch.tensor(digits.images).float()[:, None] / 8 - 1, torch.tensor(digits.target)
     torch.manual_seed(0)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

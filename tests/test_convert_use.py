@@ -79,30 +79,19 @@ class TestTraining:
     def test_provenance(self, data, dit, tmp_path, capsys):
         """Source, hash and licence of the first weights are on the card of what is trained from them."""
         main(["convert", str(dit), "--data", str(data), "--out", str(tmp_path / "init")])
-        told = capsys.readouterr().out
-        assert "licence: CC-BY-NC-4.0: for non-commercial use only" in told
-        assert "next: atoll train" in told  # its text says nothing yet: it is no expert to assemble
-        main(
-            [
-                "train",
-                str(data),
-                "--cluster",
-                "1",
-                "--init",
-                str(tmp_path / "init"),
-                "--out",
-                str(tmp_path / "e"),
-                *TRAIN,
-            ]
-        )
-        found = card(tmp_path / "e")
+        printed = capsys.readouterr().out
+        assert "licence: CC-BY-NC-4.0: for non-commercial use only" in printed
+        assert "next: atoll train" in printed  # its text says nothing yet: it is no expert to assemble
+        main(["train", str(data), "--cluster", "1", "--init", str(tmp_path / "init"), "--out", str(tmp_path / "e"),
+              *TRAIN])  # fmt: skip
+        about = card(tmp_path / "e")
         theirs = json.loads((tmp_path / "init" / "conversion.json").read_text())
-        assert found["init"]["init"]["sha256"] == theirs["sha256"]
-        assert found["init"]["init"]["format"] == "diffusers DiTTransformer2DModel"
-        assert found["init"]["init"]["source"] == "dit"
-        assert found["init"]["license"] == "CC-BY-NC-4.0"
-        assert "CC-BY-NC-4.0 (first weights)" in found["license"]
-        assert found["objective"]["prediction"] == "velocity"
+        assert about["init"]["init"]["sha256"] == theirs["sha256"]
+        assert about["init"]["init"]["format"] == "diffusers DiTTransformer2DModel"
+        assert about["init"]["init"]["source"] == "dit"
+        assert about["init"]["license"] == "CC-BY-NC-4.0"
+        assert "CC-BY-NC-4.0 (first weights)" in about["license"]
+        assert about["objective"]["prediction"] == "velocity"
         assert Expert.load(tmp_path / "e").calibration is not None
 
     def test_a_bare_network_will_do(self, data, dit, tmp_path, capsys):
@@ -177,16 +166,16 @@ class TestAsItIs:
               "--batch", "8", "--save-every", "4", "--eval-every", "4"])  # fmt: skip
         main(["assemble", *map(str, pair), "--router", str(tmp_path / "router"), "--data", str(data),
               "--out", str(tmp_path / "model")])  # fmt: skip
-        told = capsys.readouterr().out
-        assert "CC-BY-NC-4.0 (expert_1)" in told
+        printed = capsys.readouterr().out
+        assert "CC-BY-NC-4.0 (expert_1)" in printed
         about = card(tmp_path / "model" / "expert_1")
         report = json.loads((tmp_path / "model" / "expert_1" / "conversion.json").read_text())
         assert about["init"]["sha256"] == report["sha256"]
         pipe = AtollPipeline.from_pretrained(tmp_path / "model")
         for routing in ("full", "top1"):
-            made = pipe(["a red robot", "a ghost"], num_inference_steps=3, guidance_scale=2.0, routing=routing,
+            output = pipe(["a red robot", "a ghost"], num_inference_steps=3, guidance_scale=2.0, routing=routing,
                         output_type="latent", seed=0, progress=False)  # fmt: skip
-            assert bool(torch.isfinite(made.images).all())
+            assert bool(torch.isfinite(output.images).all())
 
 
 # --- Paris --------------------------------------------------------------------------------------------------------
@@ -222,23 +211,23 @@ class TestParis:
     TIMES = torch.tensor([0.0, 0.4, 1.0])
 
     def test_expert(self, paris):
-        made = convert(paris / "expert_1")
+        converted = convert(paris / "expert_1")
         x, text = torch.randn(3, 4, SIZE, SIZE), torch.randn(3, 5, 16)
         w = paris_expert(1)
         w["final_layer.linear.weight"] *= 0.2
         theirs = run_paris_expert(w, x, 999 * self.TIMES, text)
-        torch.testing.assert_close(made.network(x, self.TIMES, text), theirs, rtol=0, atol=1e-5)
-        assert made.objective.prediction == "velocity"
-        assert made.license == "mit"
-        assert not made.ledger.dropped
-        assert not made.ledger.started
+        torch.testing.assert_close(converted.network(x, self.TIMES, text), theirs, rtol=0, atol=1e-5)
+        assert converted.objective.prediction == "velocity"
+        assert converted.license == "mit"
+        assert not converted.ledger.dropped
+        assert not converted.ledger.started
 
     def test_router(self, paris):
-        made = convert(paris / "router")
+        converted = convert(paris / "router")
         x = torch.randn(3, 4, SIZE, SIZE)
         theirs = run_paris_router(paris_router(9, 3), x, 999 * self.TIMES)
-        torch.testing.assert_close(made.network(x, self.TIMES), theirs, rtol=0, atol=1e-5)
-        assert made.network.config.num_experts == 3
+        torch.testing.assert_close(converted.network(x, self.TIMES), theirs, rtol=0, atol=1e-5)
+        assert converted.network.config.num_experts == 3
 
     def test_objective(self, paris):
         assert convert(paris / "expert_0", Options(objective="ddpm")).objective.prediction == "eps"
@@ -283,9 +272,9 @@ class TestParis:
 
     def test_as_a_model(self, paris, tmp_path, capsys):
         main(["convert", str(paris), "--to", "model", "--out", str(tmp_path / "model")])
-        told = capsys.readouterr().out
-        assert "next: atoll sample" in told
-        assert "taken as flow matching, else give --objective ddpm (expert_0, expert_1, expert_2)" in told
+        printed = capsys.readouterr().out
+        assert "next: atoll sample" in printed
+        assert "taken as flow matching, else give --objective ddpm (expert_0, expert_1, expert_2)" in printed
         report = json.loads((tmp_path / "model" / "expert_2" / "conversion.json").read_text())
         assert report["sha256"] == card(tmp_path / "model" / "expert_2")["init"]["sha256"]
         main(["convert", str(paris), "--to", "model", "--out", str(tmp_path / "model")])  # again, over it
@@ -293,9 +282,9 @@ class TestParis:
         pipe = AtollPipeline.from_pretrained(tmp_path / "model", verify=True)
         assert pipe.num_experts == 3
         assert not pipe.text_encoder.hide_padding
-        made = pipe("cat cat", num_inference_steps=4, guidance_scale=2.0, top_k=2, solver="euler", seed=[7],
+        output = pipe("cat cat", num_inference_steps=4, guidance_scale=2.0, top_k=2, solver="euler", seed=[7],
                     output_type="latent", progress=False)  # fmt: skip
-        torch.testing.assert_close(made.images, self.by_hand(pipe, "cat cat", 7, 4, 2.0), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(output.images, self.by_hand(pipe, "cat cat", 7, 4, 2.0), rtol=1e-3, atol=1e-3)
         main(["sample", str(tmp_path / "model"), "cat", "--steps", "2", "--out", str(tmp_path / "pictures")])
 
     def by_hand(self, pipe: AtollPipeline, prompt: str, seed: int, steps: int, scale: float) -> Tensor:
@@ -337,5 +326,5 @@ def test_generate_without_any_text(data, dit, tmp_path):
     """An ensemble of nothing but experts without text needs no prompt."""
     main(["convert", str(dit), "--as-is", "--data", str(data), "--out", str(tmp_path / "e")])
     ensemble = Ensemble([VelocityExpert.of(Expert.load(tmp_path / "e"))])
-    made = generate(ensemble, None, [0, 1], times=uniform_times(3))
-    assert made.shape == (2, *SHAPE)
+    latents = generate(ensemble, None, [0, 1], times=uniform_times(3))
+    assert latents.shape == (2, *SHAPE)

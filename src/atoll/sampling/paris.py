@@ -1,4 +1,4 @@
-"""The published Paris model as one of Atoll's: its experts and router converted, its codec and texts as they are."""
+"""The published Paris model as one of Atoll's: experts and router converted, codec and text encoder as they are."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,14 +33,14 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
             raise InputError(f"{path} cannot be read ({reason_of(error)}): copy the parts into the folder") from error
     check_free(out)
     notes: dict[str, list[str]] = {}  # and of which parts
-    codec, texts = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too
+    codec, text = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
             parts = Path(place) / resolved(folder).name
             codec.save(parts)
-            texts.save(parts)
-            space = {"text_encoder": texts.describe()}
+            text.save(parts)
+            space = {"text_encoder": text.describe()}
             for path in tqdm([*experts, folder / ROUTER], unit=" parts", disable=None, leave=False):
                 is_router = path.name == ROUTER
                 converted = convert(path, replace(options, objective=None) if is_router else options)
