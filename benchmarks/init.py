@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
-from atoll.data.view import Rows
+from atoll.data.view import DatasetView
 from atoll.engines.local import Job, run_jobs
 from atoll.errors import InputError
 from atoll.storage import read_json, write_json
@@ -45,7 +45,7 @@ EVAL_EVERY = 50
 
 def read_classes(data: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents of the clusters that the DiT learns, and the numbers of their classes."""
-    parts = [Rows(Dataset.open(data, k)) for k in LEARNT]
+    parts = [DatasetView(Dataset.open(data, k)) for k in LEARNT]
     labels = [rows.data.texts("label") for rows in parts]
     classes = sorted({label for own in labels for label in own})
     chosen: list[NDArray[np.int64]] = [getattr(rows, split) for rows in parts]

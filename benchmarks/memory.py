@@ -29,7 +29,7 @@ from atoll.diffusion.objective import get_objective
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
-from atoll.training.loop import Tensors, train
+from atoll.training.loop import train
 from atoll.training.memory import (
     CUDA_BASE,
     FLOAT,
@@ -41,6 +41,7 @@ from atoll.training.memory import (
     predict,
 )
 from atoll.training.settings import ExpertSettings
+from atoll.training.task import Tensors
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ class Noise:
     """An expert's task on random numbers, which take as much memory as any."""
 
     num_rows = 100_000
-    frozen_bytes = 0
 
     def __init__(self, case: Case) -> None:
         self.case, self.text_length = case, case.text_length
@@ -93,11 +93,8 @@ class Noise:
         text = torch.randn(len(x0), self.text_length, self.case.text_dim)
         return self.objective.loss(lambda x, t: network(x, t, text, mask), x0, eps, t)
 
-    def evaluate(self) -> dict[str, Any]:
-        return {}
-
-    def picture(self) -> None:
-        return None
+    def evaluate(self, sample: bool) -> tuple[dict[str, Any], None]:
+        return {}, None
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> list[str]:
         self.network.save_pretrained(folder)
@@ -151,19 +148,19 @@ def main() -> None:
             print(predict(case.config, settings, text_length=case.text_length).total)
             return
         with TemporaryDirectory() as folder:
-            train(lambda device: Noise(case), settings, Path(folder), progress=False)
+            train(lambda device: Noise(case), settings, Path(folder), progress_bar=False)
         print(peak_resident())
 
 
 def print_tables() -> None:
     settings = ExpertSettings(batch=4096, device="cpu")
-    cuda = {"text_length": 77, "device_type": "cuda", "bf16": True}
+    cuda: dict[str, Any] = {"text_length": 77, "device_type": "cuda", "bf16": True}
     config = DiTConfig(**preset("xl/2"))
     print("Fixed parts\n")
     print("| model | parameters | weights | gradients | optimiser | EMA | CUDA itself | together |")
     print("|---|---|---|---|---|---|---|---|")
     for name in ("b/2", "l/2", "xl/2"):
-        found = predict(DiTConfig(**preset(name)), replace(settings, micro_batch=1), **cuda)  # type: ignore[arg-type]
+        found = predict(DiTConfig(**preset(name)), replace(settings, micro_batch=1), **cuda)
         parts = (found.weights, found.gradients, found.optimiser, found.ema, found.base)
         row(name, f"{found.weights / 4e6:.0f}M", *map(in_words, parts), in_words(sum(parts)))
 
@@ -174,7 +171,7 @@ def print_tables() -> None:
         cells: list[str] = []
         for checkpointing in (False, True):
             trial = replace(settings, micro_batch=num, checkpointing=checkpointing)
-            found = predict(config, trial, **cuda)  # type: ignore[arg-type]
+            found = predict(config, trial, **cuda)
             cells += [in_words(found.activations), in_words(found.batch + found.other), in_words(found.total)]
         row(num, *cells)
 
@@ -185,10 +182,7 @@ def print_tables() -> None:
     for name in ("b/2", "l/2", "xl/2"):
         for checkpointing in (False, True):
             trial = replace(settings, checkpointing=checkpointing)
-            fits = [
-                largest_micro_batch(DiTConfig(**preset(name)), trial, size * 10**9, **cuda)  # type: ignore[arg-type]
-                for size in sizes
-            ]
+            fits = [largest_micro_batch(DiTConfig(**preset(name)), trial, size * 10**9, **cuda) for size in sizes]
             row(name, "yes" if checkpointing else "no", *(num or "none" for num in fits))
 
     print("\nOn disk\n")

@@ -2,12 +2,12 @@
 
     python benchmarks/train.py [--rounds 15] [--steps 10]
 
-The loop reads its rows from shards, draws noise, encodes the texts, skips bad steps, averages the weights and writes
+The loop reads its rows from shards, draws noise, encodes the texts, skips bad steps, updates the EMA and writes
 metrics. The bare step is that of train_step.py, on tensors that are there already. Both are the expert of
 side_by_side.py but for 3 channels: d = 256, 6 blocks, 64 image tokens, captions of `shapes` in 77 places of 768.
 """
 
-from side_by_side import DEPTH, WIDTH, ratio, take_turns  # isort: skip
+from side_by_side import DEPTH, WIDTH, ratio  # isort: skip
 
 import argparse
 import os
@@ -15,11 +15,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from tqdm import tqdm
+from torch import Tensor, nn
 from train_step import make_step
 
 from atoll.data.prepare import Settings as PrepareSettings
@@ -27,28 +28,45 @@ from atoll.data.prepare import prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.partition.partition import partition
-from atoll.training.distributed import Team
 from atoll.training.expert import ExpertTask
-from atoll.training.loop import Session
+from atoll.training.loop import train
+from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import ExpertSettings
+from atoll.training.task import Tensors
 
 MODEL = f"{WIDTH}x{DEPTH}/2"
 
 
-def loop_against_step(data: Path, folder: Path, rounds: int, batch: int) -> None:
-    settings = ExpertSettings(model=MODEL, batch=batch, steps=10_000, log_every=5, sample_every=0)
-    team = Team(settings)
-    task = ExpertTask(Dataset.open(data, 0), settings, team.device)
-    session = Session(task, settings, folder, team, progress=False)
-    bar = tqdm(disable=True)
+CPU = torch.device("cpu")
 
-    bare = ExpertTask(Dataset.open(data, 0), settings, team.device)
+
+class Interrupted(ExpertTask):
+    """Takes a bare step before each of the loop's own, and the time of both."""
+
+    def start(self, step: Callable[[], object]) -> None:
+        self.step, self.end = step, time.perf_counter()
+        self.seconds: dict[str, list[float]] = {"bare step": [], "whole loop": []}
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        begin = time.perf_counter()
+        self.step()
+        end = time.perf_counter()
+        self.seconds["whole loop"].append(begin - self.end)
+        self.seconds["bare step"].append(end - begin)
+        self.end = end
+        return super().loss(network, batch, drawn)
+
+
+def loop_against_step(data: Path, folder: Path, rounds: int, batch: int) -> None:
+    settings = ExpertSettings(model=MODEL, batch=batch, steps=rounds + 3, log_every=5, sample_every=0)
+    bare = ExpertTask(Dataset.open(data, 0), settings, CPU)
     _, latents, ids = bare.read(torch.arange(batch).numpy())
     tokens, mask = bare.text.encode(ids)
     t, target = torch.rand(batch), torch.randn_like(latents)
-    step = make_step(bare.network, lambda: bare.network(latents, t, tokens, mask), target)
-    seconds = take_turns({"bare step": step, "whole loop": lambda: session.advance(bar)}, rounds)
-    session.run.close()
+    task = Interrupted(Dataset.open(data, 0), settings, CPU)
+    task.start(make_step(bare.network, lambda: bare.network(latents, t, tokens, mask), target))
+    train(lambda device: task, settings, folder, progress_bar=False)
+    seconds = {name: times[3:] for name, times in task.seconds.items()}  # the first are slower
     for name, times in seconds.items():
         print(f"{name:22} {1000 * statistics.median(times):7.1f} ms, {batch / statistics.median(times):6.1f} samples/s")
     print(f"throughput, whole loop / bare step:     {ratio(seconds['bare step'], seconds['whole loop'])}")
@@ -84,16 +102,12 @@ def _seconds(process: subprocess.Popen[str]) -> float:
 
 def work(data: Path, out: Path, cluster: int, threads: int, steps: int, batch: int) -> None:
     """Train, and print the seconds that it took after the first step."""
-    settings = ExpertSettings(model=MODEL, batch=batch, steps=10_000, threads=threads, sample_every=0)
-    team = Team(settings)
-    session = Session(ExpertTask(Dataset.open(data, cluster), settings, team.device), settings, out, team, False)
-    bar = tqdm(disable=True)
-    session.advance(bar)
-    begun = time.perf_counter()
-    for _ in range(steps):
-        session.advance(bar)
-    print(time.perf_counter() - begun)
-    session.run.close()
+    settings = ExpertSettings(
+        model=MODEL, batch=batch, steps=steps + 2, threads=threads, sample_every=0, log_every=1, eval_every=10**6
+    )
+    train(lambda device: ExpertTask(Dataset.open(data, cluster), settings, device), settings, out, progress_bar=False)
+    seconds = [line["seconds"] for line in read_metrics(out) if "seconds" in line]
+    print(seconds[-1] - seconds[1])
 
 
 def main() -> None:

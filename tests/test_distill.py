@@ -34,7 +34,7 @@ from atoll.sampling.ensemble import Ensemble
 from atoll.sampling.expert import FolderExpert, FunctionExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.training import distill as module
-from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill, preview_student
+from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import DistillSettings, read_recipe
 from test_assemble import parts
@@ -516,7 +516,7 @@ class TestBadInput:
         shutil.copytree(data, tmp_path / "d")
         partition(tmp_path / "d", 3, cap=1.3, seed=3, progress=False)
         with pytest.warns(UserWarning, match="was trained on other pictures than cluster"):
-            preview_student(model, tmp_path / "d", QUICK)
+            distill(model, tmp_path / "d", QUICK, tmp_path / "s", dry_run=True)
 
     def test_more_clusters_than_experts(self, data, model, tmp_path):
         shutil.copytree(data, tmp_path / "d")

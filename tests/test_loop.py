@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.tensors import TensorFile
-from atoll.training import checkpoint as state
-from atoll.training import loop
-from atoll.training.loop import Order, mixed_seed, seeded, train
-from atoll.training.metrics_log import Journal, read_metrics
+from atoll.training import checkpoint
+from atoll.training.batches import Order, mixed_seed, seeded
+from atoll.training.loop import train
+from atoll.training.metrics_log import MetricsLog, read_metrics
 from atoll.training.settings import Settings
 
 TOY = Settings(steps=12, batch=8, log_every=4, save_every=4, eval_every=6, sample_every=0, lr=1e-3)
@@ -29,7 +29,6 @@ class Toy:
 
     def __init__(self, fault=None) -> None:
         self.num_rows = 20
-        self.text_length, self.frozen_bytes = 1, 0
         self.fault = fault
         with seeded("toy"):
             self.network = DiT(
@@ -55,11 +54,8 @@ class Toy:
         loss = ((network(noisy, t) - x0) ** 2).flatten(1).mean(1)
         return loss if self.fault is None else self.fault(self.calls, loss)
 
-    def evaluate(self):
-        return {"held_out": float(self.network.out.bias.sum())}
-
-    def picture(self):
-        return None
+    def evaluate(self, sample):
+        return {"held_out": float(self.network.out.bias.sum())}, None
 
     def finish(self, folder, training):
         self.finished += 1
@@ -69,7 +65,7 @@ class Toy:
 
 def run(folder, settings=TOY, fault=None):
     toy = Toy(fault)
-    return toy, list(train(lambda device: toy, settings, folder, progress=False))
+    return toy, list(train(lambda device: toy, settings, folder, progress_bar=False))
 
 
 def weights(folder):
@@ -95,7 +91,7 @@ class TestRun:
         about = json.loads((tmp_path / "a" / "run.json").read_text())
         assert about["complete"] is True
 
-    def test_it_learns_and_the_averaged_weights_are_what_is_kept(self, tmp_path):
+    def test_it_learns_and_the_ema_weights_are_what_is_kept(self, tmp_path):
         _, _ = run(tmp_path / "a", replace(TOY, steps=150, lr=3e-3))
         losses = [line["loss"] for line in read_metrics(tmp_path / "a") if "loss" in line]
         assert losses[-1] < 0.9 * losses[0]
@@ -106,18 +102,18 @@ class TestRun:
         assert torch.equal(kept["out.bias"], last["averaged.out.bias"])
         assert not torch.equal(kept["out.bias"], last["weights.out.bias"])
 
-    def test_averaging_is_what_it_says(self, tmp_path):
-        """Against the sum written out, from the states of every step."""
+    def test_the_ema_is_what_it_says(self, tmp_path):
+        """Against the sum written out, from the checkpoints of every step."""
         from safetensors.torch import load_file
 
         settings = replace(TOY, save_every=1, keep_last=100, steps=6)
         run(tmp_path / "a", settings)
-        states = [load_file(path) for path in state.saved(tmp_path / "a" / "state")]
-        mean = states[0]["weights.out.bias"].double()
+        checkpoints = [load_file(path) for path in checkpoint.saved(tmp_path / "a" / "state")]
+        mean = checkpoints[0]["weights.out.bias"].double()
         for step in range(6):
             decay = min(0.9999, (1 + step) / (10 + step))
-            mean = decay * mean + (1 - decay) * states[step + 1]["weights.out.bias"].double()
-        torch.testing.assert_close(states[6]["averaged.out.bias"].double(), mean, rtol=1e-5, atol=1e-7)
+            mean = decay * mean + (1 - decay) * checkpoints[step + 1]["weights.out.bias"].double()
+        torch.testing.assert_close(checkpoints[6]["averaged.out.bias"].double(), mean, rtol=1e-5, atol=1e-7)
 
     def test_micro_batches_and_checkpointing_change_nothing(self, tmp_path):
         _, _ = run(tmp_path / "a")
@@ -134,9 +130,9 @@ class TestRun:
         assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
         assert figures(tmp_path / "a") == figures(tmp_path / "b")
 
-    def test_states_that_are_kept(self, tmp_path):
+    def test_checkpoints_that_are_kept(self, tmp_path):
         run(tmp_path / "a", replace(TOY, save_every=1, keep_last=2, keep_every=5))
-        assert [int(p.stem) for p in state.saved(tmp_path / "a" / "state")] == [0, 5, 10, 11, 12]
+        assert [int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")] == [0, 5, 10, 11, 12]
 
     def test_bf16(self, tmp_path):
         run(tmp_path / "a", replace(TOY, precision="bf16"))
@@ -197,7 +193,7 @@ class TestResume:
 
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "a", fault=interrupt)
-        assert [int(p.stem) for p in state.saved(tmp_path / "a" / "state")] == [4, 5]
+        assert [int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")] == [4, 5]
 
     def test_a_finished_run_is_left_alone(self, tmp_path):
         run(tmp_path / "a")
@@ -233,7 +229,7 @@ class TestResume:
         rates = [line["lr"] for line in read_metrics(tmp_path / "a") if "lr" in line]
         assert all(rate == 1e-3 for rate in rates[1:])
 
-    def test_a_finished_run_keeps_its_metrics_without_its_states(self, tmp_path):
+    def test_a_finished_run_keeps_its_metrics_without_its_checkpoints(self, tmp_path):
         run(tmp_path / "a")
         before = figures(tmp_path / "a")
         shutil.rmtree(tmp_path / "a" / "state")
@@ -274,7 +270,7 @@ class TestResume:
         toy, _ = run(tmp_path / "a")
         assert toy.finished == 1
 
-    def test_only_states_are_touched(self, tmp_path):
+    def test_only_checkpoints_are_touched(self, tmp_path):
         run(tmp_path / "a", replace(TOY, steps=4))
         copy = tmp_path / "a" / "state" / "000000004 copy.safetensors"
         copy.write_bytes(b"a backup")
@@ -288,7 +284,7 @@ class TestResume:
         with pytest.raises(InputError, match=r"was begun with lr 0.001, not 0.01: rerun the same command to resume"):
             run(tmp_path / "a", replace(TOY, lr=1e-2))
 
-    def test_a_damaged_state_gives_way_to_the_one_before(self, tmp_path, capsys):
+    def test_a_damaged_checkpoint_gives_way_to_the_one_before(self, tmp_path, capsys):
         run(tmp_path / "whole")
         run(tmp_path / "a", replace(TOY, steps=8))
         last = tmp_path / "a" / "state" / "000000008.safetensors"
@@ -298,14 +294,14 @@ class TestResume:
         assert toy.calls == 8
         assert weights(tmp_path / "a") != b""
 
-    def test_lines_past_the_state_are_written_anew(self, tmp_path):
-        journal = Journal(tmp_path, 0)
+    def test_lines_past_the_checkpoint_are_written_anew(self, tmp_path):
+        log = MetricsLog(tmp_path, 0)
         for step in (2, 4, 6):
-            journal.write({"step": step})
+            log.write({"step": step})
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 8, "lo')
-        journal = Journal(tmp_path, 4)
-        journal.write({"step": 5})
+        log = MetricsLog(tmp_path, 4)
+        log.write({"step": 5})
         assert [line["step"] for line in read_metrics(tmp_path)] == [2, 4, 5]
 
 
@@ -349,7 +345,7 @@ class TestStrangers:
             ({"format": "\x1b]0;x\x07" * 1000}, "has format"),
         ],
     )
-    def test_the_progress_in_a_state(self, begun, changes, sentence):
+    def test_the_progress_in_a_checkpoint(self, begun, changes, sentence):
         path = begun / "state" / "000000004.safetensors"
         with TensorFile(path, "") as file:
             tensors, about = file.read(), file.metadata
@@ -360,7 +356,7 @@ class TestStrangers:
         assert "\x1b" not in str(error.value)
         assert len(str(error.value)) < 1000
 
-    def test_a_state_of_another_type(self, begun):
+    def test_a_checkpoint_of_another_type(self, begun):
         path = begun / "state" / "000000004.safetensors"
         with TensorFile(path, "") as file:
             tensors, about = file.read(), file.metadata
@@ -409,25 +405,25 @@ class TestTrouble:
     def test_then_it_stops_in_words(self, tmp_path):
         with pytest.raises(InputError, match=r"in steps 4 to 8, at a learning rate of 0.001, also after going back"):
             run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call > 6 else 1))
-        assert [int(p.stem) for p in state.saved(tmp_path / "a" / "state")] == [0, 4]
+        assert [int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")] == [0, 4]
         resumed, _ = run(tmp_path / "a")  # the cause is gone: the last good state is as good as it was
         assert resumed.finished == 1
 
-    def test_a_state_that_fails_at_once_was_broken_when_it_was_saved(self, tmp_path, capsys):
+    def test_a_checkpoint_that_fails_at_once_was_broken_when_it_was_saved(self, tmp_path, capsys):
         longer = replace(TOY, steps=20)
         toy, _ = run(tmp_path / "a", longer, lambda call, loss: loss * (math.nan if 9 <= call < 14 else 1))
         assert toy.finished == 1
         assert "going back to step 4" in capsys.readouterr().err
 
-    def test_a_state_saved_amid_bad_steps_is_not_one_to_go_back_to(self, tmp_path):
+    def test_a_checkpoint_saved_amid_bad_steps_is_not_one_to_go_back_to(self, tmp_path):
         def bad_then_stop(call, loss):
             if call == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
             return loss * (math.nan if call >= 6 else 1)
 
         run(tmp_path / "a", fault=bad_then_stop)
-        assert [int(p.stem) for p in state.saved(tmp_path / "a" / "state")] == [4, 7]
-        assert not state.was_good(tmp_path / "a" / "state" / "000000007.safetensors")
+        assert [int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")] == [4, 7]
+        assert not checkpoint.was_good(tmp_path / "a" / "state" / "000000007.safetensors")
         toy, _ = run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call <= 3 else 1))
         assert toy.finished == 1
         lines = read_metrics(tmp_path / "a")
@@ -435,8 +431,8 @@ class TestTrouble:
         assert toy.calls == 3 + 8
 
     def test_figures_that_are_not_finite_are_null(self, tmp_path):
-        journal = Journal(tmp_path, 0)
-        journal.write({"step": 1, "held_out": math.nan, "by": [1.0, math.inf]})
+        log = MetricsLog(tmp_path, 0)
+        log.write({"step": 1, "held_out": math.nan, "by": [1.0, math.inf]})
         assert read_metrics(tmp_path) == [{"step": 1, "held_out": None, "by": [1.0, None]}]
 
     def test_a_learning_rate_that_diverges(self, tmp_path, capsys):
@@ -447,17 +443,17 @@ class TestTrouble:
         run(tmp_path / "whole")
         run(tmp_path / "a", replace(TOY, steps=4))
         before = {p.name: p.read_bytes() for p in (tmp_path / "a" / "state").iterdir()}
-        real = state.save_file
+        real = checkpoint.save_file
 
         def full(tensors, path, metadata):
             path.write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(state, "save_file", full)
+        monkeypatch.setattr(checkpoint, "save_file", full)
         with pytest.raises(InputError, match=r"cannot write .*000000008.safetensors \(No space left on device\)"):
             run(tmp_path / "a")
         assert {p.name: p.read_bytes() for p in (tmp_path / "a" / "state").iterdir()} == before
-        monkeypatch.setattr(state, "save_file", real)
+        monkeypatch.setattr(checkpoint, "save_file", real)
         run(tmp_path / "a")
         assert weights(tmp_path / "a") == weights(tmp_path / "whole")
 
@@ -477,8 +473,8 @@ class TestTrouble:
 
         toy.read = damaged
         with pytest.raises(InputError, match="row 3"):
-            train(lambda device: toy, TOY, tmp_path / "a", progress=False)
-        assert max(int(p.stem) for p in state.saved(tmp_path / "a" / "state")) >= 5
+            train(lambda device: toy, TOY, tmp_path / "a", progress_bar=False)
+        assert max(int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")) >= 5
 
     def test_too_little_memory(self, tmp_path):
         def huge(call, loss):
@@ -523,4 +519,3 @@ def test_the_loop_leaves_the_random_numbers_alone(tmp_path):
     torch.manual_seed(5)
     run(tmp_path / "a")
     assert torch.equal(torch.rand(3), expected)
-    assert loop.PARTS[0] == "weights"

@@ -11,7 +11,6 @@ import torch
 from atoll.data.prepare import Settings as PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
-from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
@@ -253,13 +252,6 @@ class TestHeap:
         now["resident"] = 1000
         heap.tidy()
         assert now["resident"] == 1000
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(InputError, match="unknown device type 'gpu'"):
-        predict(CONFIGS["expert"], SETTINGS, text_length=LENGTH, device_type="gpu")
-    with pytest.raises(InputError, match="at least one"):
-        count_activations(CONFIGS["expert"], 0, text_length=LENGTH)
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ class TestRouter:
             Dataset.open(data), RouterSettings(model="xs/1", text=False), torch.device("cpu")
         )
         batch = task.read(np.arange(8))
-        t, eps = torch.ones(8), torch.randn(8, *task.rows.shape)
+        t, eps = torch.ones(8), torch.randn(8, *task.view.shape)
         seen = []
 
         def network(x, t):
@@ -394,7 +394,7 @@ class TestRouter:
         assert LINEAR.data_time == 0
 
 
-class TestTeam:
+class TestDistributed:
     def test_two_processes_are_one_with_twice_the_batch(self, data, tmp_path, report):
         """Through accelerate on the CPU (gloo)."""
         pytest.importorskip("accelerate")

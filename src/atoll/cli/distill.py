@@ -31,7 +31,7 @@ def distill(
     Args:
         model: The teacher: a folder that `atoll assemble` has made, or a hub id.
         data: A folder that `atoll prepare` has made; `atoll partition` too, where the teacher goes by label.
-        out: The folder to make: the student, its metrics and the state to resume from.
+        out: The folder to make: the student, its metrics and the checkpoints to resume from.
         settings: How to train.
         init: A folder with first weights: an expert of the teacher, or what `atoll convert` has made.
         allow_missing: Do without experts that the teacher lacks: pictures of their clusters are left out, or what the
@@ -41,11 +41,6 @@ def distill(
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
     from atoll.training.distill import distill as train_student
-    from atoll.training.distill import preview_student
 
     del recipe  # read before the flags were: main.py
-    if dry_run:
-        told = preview_student(model, data, settings, init, allow_missing)
-    else:
-        told = train_student(model, data, settings, out, init, allow_missing)
-    print(*told, sep="\n")
+    print(*train_student(model, data, settings, out, init, allow_missing, dry_run=dry_run), sep="\n")

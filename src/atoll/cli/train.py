@@ -31,7 +31,7 @@ def train(
 
     Args:
         data: A folder that `atoll prepare` and `atoll partition` have made, or a copy of one cluster of it.
-        out: The folder to make: the expert, its metrics and the state to resume from.
+        out: The folder to make: the expert, its metrics and the checkpoints to resume from.
         settings: How to train.
         cluster: The number of a cluster, or all.
         init: A folder with first weights: another expert, or what `atoll convert` has made.
@@ -39,12 +39,10 @@ def train(
             [expert]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
-    from atoll.training.expert import preview_expert, train_expert
+    from atoll.training.expert import train_expert
 
     del recipe  # read before the flags were: main.py
-    number = parse_cluster(cluster)
-    told = preview_expert(data, number, settings, init) if dry_run else train_expert(data, number, settings, out, init)
-    print(*told, sep="\n")
+    print(*train_expert(data, parse_cluster(cluster), settings, out, init, dry_run=dry_run), sep="\n")
 
 
 def parse_cluster(text: str) -> int | None:

@@ -24,7 +24,7 @@ def train_all(
     """Train all experts of a partition on one machine, a process each. Interrupted, rerun the same command to resume.
 
     As many run at a time as the machine has GPUs, or cores if it has none. One that crashes is started again from its
-    last state; the others do not notice.
+    last checkpoint; the others do not notice.
 
     For example:
       atoll train-all data --objectives 2ddpm:6fm --steps 2000 --out run
@@ -48,9 +48,8 @@ def train_all(
             [expert], of the router in [router], of both above them; flags win over it.
         dry_run: Print what each would be trained with, the memory it needs and how many run at a time, and stop.
     """
-    from atoll.engines.train_all import preview_everyone, train_everyone
+    from atoll.engines.train_all import train_all as train
 
     del recipe  # read before the flags were: main.py
-    do = preview_everyone if dry_run else train_everyone
-    told = do(data, out, settings, objectives, experts, init, router_settings if router else None, at_a_time)
-    print(*told, sep="\n")
+    chosen = router_settings if router else None
+    print(*train(data, out, settings, objectives, experts, init, chosen, at_a_time, dry_run=dry_run), sep="\n")

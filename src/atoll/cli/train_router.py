@@ -25,7 +25,7 @@ def train_router(
 
     Args:
         data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters.
-        out: The folder to make: the router, its metrics and the state to resume from.
+        out: The folder to make: the router, its metrics and the checkpoints to resume from.
         settings: How to train.
         method: network, or centroids for a router that needs no training.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
@@ -33,7 +33,8 @@ def train_router(
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
     from atoll.errors import InputError, unknown
-    from atoll.training import router
+    from atoll.training.router import make_centroid_router
+    from atoll.training.router import train_router as train
 
     del recipe  # read before the flags were: main.py
     if method not in ("network", "centroids"):
@@ -41,10 +42,7 @@ def train_router(
     if dry_run and method == "centroids":
         raise InputError("a router from centroids is made in seconds: leave --dry-run out")
     if method == "centroids":
-        lines = router.make_centroid_router(data, settings, out)
-    elif dry_run:
-        lines = router.preview_router(data, settings)
+        lines = make_centroid_router(data, settings, out)
     else:
-        lines = router.train_router(data, settings, out)
-    for line in lines:
-        print(line)
+        lines = train(data, settings, out, dry_run=dry_run)
+    print(*lines, sep="\n")

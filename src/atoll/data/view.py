@@ -22,7 +22,7 @@ AT_A_TIME = 256  # rows that are summed up: in float64, beside a step of trainin
 LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
 
 
-class Rows:
+class DatasetView:
     """Latents and token ids of a data set or one of its clusters, checked as they are read."""
 
     def __init__(self, data: Dataset) -> None:

@@ -1,8 +1,10 @@
 """All experts of a partition on one machine, and the router if asked for: `atoll train-all`."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,15 @@ import torch
 
 from atoll.data.shards import Dataset
 from atoll.data.view import refuse_inside
-from atoll.engines.local import Job, Slot, find_slots, parse_inits, parse_objectives, run_jobs
+from atoll.diffusion.objective import get_objective
+from atoll.engines.local import Job, Slot, find_slots, run_jobs
 from atoll.errors import InputError, shown
 from atoll.storage import alone, make_folder, read_json
-from atoll.training.distributed import Team
-from atoll.training.dry_run import Drawing, available, circumstances, draw, num_parameters, total_of
+from atoll.training.distributed import Distributed
+from atoll.training.dry_run import Grid, PreviewedTask, available, predict_task
 from atoll.training.expert import ExpertTask
-from atoll.training.loop import Task, made
-from atoll.training.memory import Memory, in_words, predict
+from atoll.training.loop import build_task
+from atoll.training.memory import in_words
 from atoll.training.router import RouterTask, num_clusters_of
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags, refuse_another
 
@@ -36,51 +39,21 @@ class Part:
         return "router" if isinstance(self.settings, RouterSettings) else f"expert {self.cluster}"
 
     def job(self, data: Path) -> Job:
-        """The command that would train it alone."""
+        """Returns the command that would train it alone."""
         if isinstance(self.settings, RouterSettings):
             return job_of(self.name, ["train-router", str(data)], self.folder, self.settings)
         verb = ["train", str(data), "--cluster", str(self.cluster)]
         verb += [] if self.init is None else ["--init", str(self.init)]
         return job_of(f"{self.name} {self.settings.objective}", verb, self.folder, self.settings)
 
-    def maker(self, data: Path) -> Callable[[torch.device], Task]:
+    def task(self, data: Path, device: torch.device) -> PreviewedTask:
         settings, dataset = self.settings, Dataset.open(data, self.cluster)
         if isinstance(settings, RouterSettings):
-            return lambda device: RouterTask(dataset, settings, device)
-        return lambda device: ExpertTask(dataset, settings, device, self.init)
+            return RouterTask(dataset, settings, device)
+        return ExpertTask(dataset, settings, device, self.init)
 
 
-def parts_of(
-    data: Path,
-    out: Path,
-    settings: ExpertSettings,
-    objectives: str | None,
-    experts: str,
-    init: str | None,
-    router: RouterSettings | None,
-) -> list[Part]:
-    num = num_clusters_of(Dataset.open(data, partial=True))
-    kinds = parse_objectives(objectives or settings.objective, num)
-    inits = parse_inits(init, num)
-    parts = [
-        Part(out / f"expert_{k}", replace(settings, objective=kinds[k]), k, inits[k]) for k in _numbers(experts, num)
-    ]
-    for part in parts:
-        if part.init is not None and not part.init.is_dir():
-            raise InputError(f"--init {part.init} is not a folder: give an expert, or what `atoll convert` has made")
-    return parts if router is None else [*parts, Part(out / "router", router)]
-
-
-def slots_of(settings: ExpertSettings, at_a_time: int | None) -> list[Slot]:
-    slots = find_slots(settings.device)
-    if at_a_time is None:
-        return slots
-    if at_a_time < 1:
-        raise InputError(f"--at-a-time must be at least 1, but is {at_a_time}")
-    return [slots[i % len(slots)] for i in range(at_a_time)]
-
-
-def train_everyone(
+def train_all(
     data: Path,
     out: Path,
     settings: ExpertSettings,
@@ -90,87 +63,92 @@ def train_everyone(
     router: RouterSettings | None = None,
     at_a_time: int | None = None,
     progress: bool = True,
+    dry_run: bool = False,
 ) -> Sequence[str]:
-    """Each expert by the command that would train it alone; returns what to tell the user."""
-    slots = slots_of(settings, at_a_time)
-    jobs = [part.job(data) for part in parts_of(data, out, settings, objectives, experts, init, router)]
+    """Trains each expert by the command that would train it alone; returns lines for the user."""
+    slots = find_slots(settings.device)
+    if at_a_time is not None:
+        if at_a_time < 1:
+            raise InputError(f"--at-a-time must be at least 1, but is {at_a_time}")
+        slots = [slots[i % len(slots)] for i in range(at_a_time)]
+    num = num_clusters_of(Dataset.open(data, partial=True))
+    names, inits = parse_objectives(objectives or settings.objective, num), parse_inits(init, num)
+    for folder in inits:
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"--init {folder} is not a folder: give an expert, or what `atoll convert` has made")
+    parts = [
+        Part(out / f"expert_{k}", replace(settings, objective=names[k]), k, inits[k])
+        for k in _parse_numbers(experts, num)
+    ]
+    if router is not None:
+        parts.append(Part(out / "router", router))
+    jobs = [part.job(data) for part in parts]
     refuse_inside(out, data)
+    if dry_run:
+        return _preview(parts, data, slots, settings)
     make_folder(out)
     with alone(out):
         results = run_jobs(jobs, slots, progress=progress, environment={"OMP_NUM_THREADS": str(settings.threads)})
-    told = [f"{out}: {sum(r.status == 'done' for r in results)} of {len(results)} are trained"]
+    lines = [f"{out}: {sum(r.status == 'done' for r in results)} of {len(results)} are trained"]
     for job, result in zip(jobs, results, strict=True):
-        judged = f", held-out loss {_held_out(job.folder)}" if result.status == "done" else ""
-        told.append(f"  {result.name:16} {result.status} at step {result.step}{judged}")
-    return told
+        loss = f", held-out loss {_held_out(job.folder)}" if result.status == "done" else ""
+        lines.append(f"  {result.name:16} {result.status} at step {result.step}{loss}")
+    return lines
 
 
-def preview_everyone(
-    data: Path,
-    out: Path,
-    settings: ExpertSettings,
-    objectives: str | None = None,
-    experts: str = "all",
-    init: str | None = None,
-    router: RouterSettings | None = None,
-    at_a_time: int | None = None,
-) -> Sequence[str]:
-    """What `train_everyone` would do, and the memory it would take."""
-    slots = slots_of(settings, at_a_time)
-    parts = parts_of(data, out, settings, objectives, experts, init, router)
-    memories = []
+def _preview(parts: Sequence[Part], data: Path, slots: Sequence[Slot], settings: ExpertSettings) -> list[str]:
+    """Returns what would be trained, and the memory it would take."""
+    sizes = []
     lines = [f"{'':10} {'objective':16} {'steps':>8} {'batch':>6} {'parameters':>11} {'memory':>9}  first weights"]
-    grids: dict[Any, Drawing] = {}
+    grids: dict[Any, Grid] = {}
     base: int | None = None
     for part in parts:
-        part.job(data)  # which refuses a folder that holds another run
-        team = Team(part.settings)
-        task = made(part.maker(data), team.device)
-        around = circumstances(task, part.settings, team, base)
-        base, config = around["base"], task.network.config
-        memory = predict(config, part.settings, **around)
-        if config not in grids and memory.total <= available(team.device):
-            grids[config] = draw(task, team)  # of the others of its size it would be the same
-        memory = predict(config, part.settings, **around, drawing=grids.get(config, Drawing()).num_bytes)
-        memories.append(memory)
+        distributed = Distributed(part.settings)
+        task = build_task(partial(part.task, data), distributed.device)
+        prediction = predict_task(task, part.settings, distributed, base, grids)
+        base = prediction.circumstances["base"]
+        sizes.append(prediction.memory.total)
         objective = part.settings.objective if isinstance(part.settings, ExpertSettings) else "clusters"
         lines.append(
             f"{part.name:10} {objective:16} {part.settings.steps:>8} {part.settings.batch:>6} "
-            f"{num_parameters(task) / 1e6:>10.2f}M {in_words(memory.total):>9}  {part.init or 'random'}"
+            f"{prediction.num_parameters / 1e6:>10.2f}M {in_words(sizes[-1]):>9}  {part.init or 'random'}"
         )
-    return [*lines, *_together(memories, slots, settings)]
+    return [*lines, *_together(sizes, slots, settings)]
 
 
-def _together(memories: Sequence[Memory], slots: Sequence[Slot], settings: ExpertSettings) -> list[str]:
-    """How many run at a time, and whether there is the memory for it."""
+def _together(sizes: Sequence[int], slots: Sequence[Slot], settings: ExpertSettings) -> list[str]:
+    """Returns how many run at a time, and whether there is the memory for it."""
     device = settings.torch_device
-    num = min(len(slots), len(memories))
+    num = num_per_device = min(len(slots), len(sizes))
+    if device.type == "cuda":  # each GPU has its own memory
+        num_per_device = min(sum(slot == slots[0] for slot in slots), len(sizes))
+
+    def total(num: int) -> int:
+        return sum(sorted(sizes, reverse=True)[:num])  # the largest may meet
+
+    needed, free = total(num_per_device), available(device)
     if device.type == "cuda":
-        here = [slot for slot in slots if slot == slots[0]]  # each GPU has its own
-        num_here = min(len(here), len(memories))
-        told = f"{num} at a time, {num_here} on a GPU: {in_words(total_of(memories, num_here))} of its memory"
+        line = f"{num} at a time, {num_per_device} on a GPU: {in_words(needed)} of its memory"
     else:
-        num_here = num
-        told = f"{num} at a time: {in_words(total_of(memories, num))} of memory in all"
-    free = available(device)
-    if total_of(memories, num_here) <= free:
-        return [told]
-    fit = max((n for n in range(num_here) if total_of(memories, n) <= free), default=0)
+        line = f"{num} at a time: {in_words(needed)} of memory in all"
+    if needed <= free:
+        return [line]
+    fit = max((n for n in range(num_per_device) if total(n) <= free), default=0)
     smaller = "use --micro-batch, --checkpointing or a smaller --model"
-    advice = f"use --at-a-time {fit * num // num_here}" if fit else smaller
-    return [told, f"this is more than the {in_words(free)} there are: {advice}"]
+    advice = f"use --at-a-time {fit * num // num_per_device}" if fit else smaller
+    return [line, f"this is more than the {in_words(free)} there are: {advice}"]
 
 
 def _held_out(folder: Path) -> str:
-    """The loss that the card of a trained network tells."""
-    found: Any = read_json(folder / "config.json", "train it again")
+    """Returns the loss that the card of a trained network tells."""
+    value: Any = read_json(folder / "config.json", "train it again")
     for key in ("training", "held_out", "loss"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return f"{found:.4f}" if isinstance(found, float) else shown(found)
+        value = value.get(key) if isinstance(value, dict) else None
+    return f"{value:.4f}" if isinstance(value, float) else shown(value)
 
 
 def job_of(name: str, verb: list[str], folder: Path, settings: Settings) -> Job:
-    """The command of one process; a folder that holds another run is refused before any starts."""
+    """Returns the command of one process; a folder that holds another run is refused before any starts."""
     if (folder / "run.json").exists():
         before = read_json(folder / "run.json", "remove the folder, or choose another --out")
         refuse_another(folder, before.get("settings", {}), settings)
@@ -178,10 +156,63 @@ def job_of(name: str, verb: list[str], folder: Path, settings: Settings) -> Job:
     return Job(name, command, folder, settings.steps)
 
 
-def _numbers(text: str, num: int) -> list[int]:
+def _parse_numbers(text: str, num: int) -> list[int]:
     if text == "all":
         return list(range(num))
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) < num for part in parts):
         raise InputError(f"--experts must be all, or numbers from 0 to {num - 1} such as 0,2, but is {text!r}")
     return sorted({int(part) for part in parts})
+
+
+def parse_objectives(text: str, num_experts: int) -> list[str]:
+    """Returns the objective of each expert: "fm" for all, "2ddpm:6fm" in order, or "0=ddpm,3=ddpm,*=fm" by number."""
+    if "=" in text:
+        named = _by_number(text, num_experts, "objectives", get_objective)
+        missing = [str(k) for k in range(num_experts) if named[k] is None]
+        if missing:
+            few = ", ".join(missing[:5]) + (" and others" if len(missing) > 5 else "")
+            raise InputError(f"the objectives {text!r} leave out {few}: end with *=fm to name all others")
+        return [name for name in named if name is not None]
+    if ":" not in text and not re.match(r"\s*[0-9]", text):
+        get_objective(text.strip())
+        return [text.strip()] * num_experts
+    counts: list[tuple[int, str]] = []
+    for part in text.split(":"):
+        match = re.fullmatch(r"([0-9]{1,9})(\D.*)", part.strip())
+        if match is None:
+            raise InputError(f"{part!r} in the objectives {text!r} must be a count and a name: write 2ddpm:6fm")
+        get_objective(match[2])
+        counts.append((int(match[1]), match[2]))
+    if (total := sum(num for num, _ in counts)) != num_experts:
+        raise InputError(
+            f"the objectives {text!r} are for {total} experts, and there are {num_experts}: make the counts add up"
+        )
+    return [name for num, name in counts for _ in range(num)]
+
+
+def parse_inits(text: str | None, num_experts: int) -> list[Path | None]:
+    """Returns the first weights of each expert: a folder for all, or "0=a,*=b" by number; None for who is not named."""
+    if text is None or not re.match(r"\s*(\*|[0-9]+)\s*=", text):
+        return [None if text is None else Path(text)] * num_experts
+    return [None if name is None else Path(name) for name in _by_number(text, num_experts, "folders of --init")]
+
+
+def _by_number(
+    text: str, num_experts: int, what: str, check: Callable[[str], object] = lambda name: None
+) -> list[str | None]:
+    """Returns the name of each expert in "0=a,3=b,*=c"; None for who is not named."""
+    named: dict[int | None, str] = {}  # None for all that are not named
+    for part in text.split(","):
+        match = re.fullmatch(r"(\*|[0-9]{1,9})\s*=\s*(.+)", part.strip())
+        if match is None:
+            raise InputError(f"{part!r} in the {what} {text!r} must be NUMBER=NAME, or *=NAME for all others")
+        expert = None if match[1] == "*" else int(match[1])
+        if expert is not None and expert >= num_experts:
+            raise InputError(f"the {what} name expert {expert}, but experts are 0 to {num_experts - 1} here")
+        if expert in named:
+            name = "*" if expert is None else f"expert {expert}"
+            raise InputError(f"the {what} {text!r} name {name} twice: name it once")
+        check(match[2])
+        named[expert] = match[2]
+    return [named.get(k, named.get(None)) for k in range(num_experts)]

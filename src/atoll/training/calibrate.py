@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atoll.data.view import AT_A_TIME, Rows, spread_times
+from atoll.data.view import AT_A_TIME, DatasetView, spread_times
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import estimate
 from atoll.diffusion.transfer import Calibration, products
@@ -29,7 +29,7 @@ class Judgement:
     calibration: Calibration
 
 
-def measure_prior(rows: Rows, text: TextEncoder, device: torch.device) -> TextPrior:
+def measure_prior(rows: DatasetView, text: TextEncoder, device: torch.device) -> TextPrior:
     """What the captions of a cluster alone say of its pictures."""
     chosen = rows.some(MOST_FOR_PRIOR)
 
@@ -45,7 +45,7 @@ def measure_prior(rows: Rows, text: TextEncoder, device: torch.device) -> TextPr
 def judge(
     network: nn.Module,
     objective: Objective,
-    rows: Rows,
+    rows: DatasetView,
     text: TextEncoder,
     device: torch.device,
     num: int,

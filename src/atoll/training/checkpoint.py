@@ -1,32 +1,37 @@
-"""The state of a run on disk, from which the same command resumes it: one safetensors file per saved step.
+"""The files of a run: run.json, which says what it is, and checkpoints from which the same command resumes it.
 
-Weights, averaged weights and both moments of AdamW are tensors, all else (`Progress`) is JSON in the file's
-metadata: a state is one file, so it is there whole or not at all.
+Weights, EMA weights and both moments of AdamW are tensors, all else (`Progress`) is JSON in the file's metadata: a
+checkpoint is one safetensors file, so it is there whole or not at all.
 """
 
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.config import build
-from atoll.errors import InputError, shown
-from atoll.storage import parse_json, reason_of, write_whole
+from atoll.errors import InputError, printable, shown
+from atoll.storage import open_regular, parse_json, read_json, real_path, reason_of, write_whole
 from atoll.tensors import DTYPES, TensorFile
+from atoll.training.settings import Settings, refuse_another
 
 FORMAT = 1
+PARTS = ("weights", "averaged", "moment1", "moment2")  # of the tensors' names; the EMA weights are "averaged" on disk
 ADVICE = "the run cannot be resumed from it"
 
 
 @dataclass
 class Progress:
-    """Where a run is, and what it has counted since it last wrote a line of metrics."""
+    """Where a run is, and what it has counted since its last line of metrics."""
 
     step: int = 0
     updates: int = 0  # steps that were not skipped
@@ -45,40 +50,104 @@ class Progress:
             if value is not None and not 0 <= value < math.inf:
                 raise InputError(f"{name} must not be negative, but is {shown(value)}")
 
+    def count(self, loss: float, norm: float) -> None:
+        """Counts an update."""
+        if self.first_loss is None:
+            self.first_loss = loss
+        self.updates += 1
+        self.bad_in_a_row = 0
+        self.loss_sum += loss
+        self.norm_sum += norm
+        self.num_summed += 1
+
+    def summary(self, batch: int, lr: float) -> dict[str, Any]:
+        """Returns a line of metrics over the updates since the last one, and counts anew."""
+        line = {
+            "step": self.step,
+            "loss": self.loss_sum / self.num_summed,
+            "grad_norm": self.norm_sum / self.num_summed,
+            "lr": lr,
+            "skipped": self.skipped,
+            "samples_per_second": round(self.num_summed * batch / max(self.seconds_summed, 1e-9), 2),
+            "seconds": round(self.seconds, 3),
+        }
+        self.loss_sum = self.norm_sum = self.seconds_summed = 0.0
+        self.num_summed = 0
+        return line
+
+
+# --- the folder of a run ------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path, is_run: str = "run.json") -> None:
+    """Refuses a folder that holds something else than a run, or links and FIFOs that somebody else has put there."""
+    for where, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(where, name)
+            try:
+                if not real_path(path, folder).is_dir():
+                    open_regular(path, folder).close()
+            except OSError as error:
+                raise InputError(
+                    f"{path} is not one of a run's own files ({reason_of(error)}): remove it, or choose another --out"
+                ) from error
+    if not (folder / is_run).exists():
+        for path in sorted(folder.iterdir()):
+            if path.name != "log.txt" and not path.name.startswith("."):
+                raise InputError(f"{folder} holds {path.name} and is not a run of atoll: choose another --out")
+
+
+def read_run(folder: Path, about: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
+    """Returns what run.json says, if there is one; refuses to resume a run that was begun as another than `about`."""
+    if not (folder / "run.json").exists():
+        return {}
+    before = read_json(folder / "run.json", "remove the folder, or choose another --out")
+    refuse_another(folder, before.get("settings"), settings)
+    for name in about.keys() - {"settings"}:
+        if before.get(name) != about[name]:
+            raise InputError(f"{folder} was begun with another {name.replace('_', ' ')}: choose another --out")
+    return before
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / f"{step:09d}.safetensors"
 
 
 def saved(folder: Path) -> list[Path]:
-    """The states there are, the latest last."""
+    """Returns the checkpoints there are, the latest last."""
     return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch("[0-9]{9,12}", path.stem))
 
 
-def save(folder: Path, tensors: Mapping[str, Tensor], progress: Progress) -> Path:
+def save(
+    folder: Path, tensors: Mapping[str, Tensor], progress: Progress, keep_last: int, keep_every: int | None
+) -> None:
+    """Writes a checkpoint, and removes those that need not be kept."""
     about = {"format": str(FORMAT), "progress": json.dumps(asdict(progress), allow_nan=False)}
-    path = path_of(folder, progress.step)
-    write_whole(path, lambda staged: save_file(dict(tensors), staged, about))
-    return path
-
-
-def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Remove what need not be kept; never the latest."""
+    write_whole(path_of(folder, progress.step), lambda staged: save_file(dict(tensors), staged, about))
     for path in saved(folder)[:-keep_last]:
         if keep_every is None or int(path.stem) % keep_every:
             with suppress(OSError):
                 path.unlink()
 
 
-def tidy(folder: Path) -> None:
-    """Remove what a process that was killed while it wrote has left."""
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a process that was killed while it wrote has left."""
     for path in folder.glob(".*.safetensors.tmp"):
         with suppress(OSError):
             path.unlink()
 
 
+def remove_after(folder: Path, step: int) -> None:
+    for path in saved(folder):
+        if int(path.stem) > step:
+            path.unlink()
+
+
 def was_good(path: Path) -> bool:
-    """Whether a state was saved while all went well."""
+    """Returns whether a checkpoint was saved while all went well."""
     try:
         with TensorFile(path, ADVICE) as file:
             return progress_in(file).bad_in_a_row == 0
@@ -86,22 +155,43 @@ def was_good(path: Path) -> bool:
         return False
 
 
+def find_good(folder: Path, first_bad: int) -> Path | None:
+    """Returns the checkpoint to go back to when steps from `first_bad` on have failed."""
+    good = [path for path in saved(folder) if was_good(path)]
+    if len(good) > 1 and int(good[-1].stem) == first_bad:
+        good.pop()  # what fails at once was broken when it was saved
+    return good[-1] if good else None
+
+
+def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
+    """Loads the latest checkpoint that can be read; returns None if there are none."""
+    paths = saved(folder)
+    for path in reversed(paths):
+        try:
+            return load(path, into)
+        except InputError as error:
+            if path == paths[0]:
+                raise InputError(f"{error}, and there is no other: remove {folder} to begin again") from error
+            print(printable(f"atoll: {error}, so the one before it is taken"), file=sys.stderr)
+    return None
+
+
 def progress_in(file: TensorFile) -> Progress:
-    found = file.metadata.get("format")
-    if found != str(FORMAT):
-        raise InputError(f"{file.path} has format {shown(found)}, and this version of atoll reads {FORMAT}")
+    version = file.metadata.get("format")
+    if version != str(FORMAT):
+        raise InputError(f"{file.path} has format {shown(version)}, and this version of atoll reads {FORMAT}")
     try:
         values = parse_json(file.metadata.get("progress", "").encode())
     except ValueError as error:
-        raise InputError(f"the state {file.path} is damaged ({reason_of(error)})") from error
+        raise InputError(f"the checkpoint {file.path} is damaged ({reason_of(error)})") from error
     progress = build(Progress, values, f"the progress in {file.path}")
     if path_of(file.path.parent, progress.step) != file.path:
-        raise InputError(f"the state {file.path} is damaged (it is of step {progress.step})")
+        raise InputError(f"the checkpoint {file.path} is damaged (it is of step {progress.step})")
     return progress
 
 
 def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
-    """Copies a state's tensors, one at a time, into those of a run, which keep their places in memory."""
+    """Copies a checkpoint's tensors, one at a time, into those of a run, which keep their places in memory."""
     with TensorFile(path, ADVICE) as file:
         progress = progress_in(file)
         for name in sorted(file.entries.keys() ^ into.keys()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from atoll.convert import Converted, Options, check_out, convert, describe, save
 from atoll.convert.diffusers_export import export
 from atoll.data.shards import Dataset
-from atoll.data.view import Rows
+from atoll.data.view import DatasetView
 from atoll.diffusion.transfer import Calibration
 from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError
@@ -50,20 +50,18 @@ def convert_checkpoint(
         return assemble_paris(checkpoint, out, options)
     check_out(out)
     if data is not None:
-        return _convert_for(data, cluster, checkpoint, out, options, calibrate)
-    if cluster is not None:
+        converted = _convert_for(data, cluster, checkpoint, out, options, calibrate)
+    elif cluster is not None:
         raise InputError("--cluster is of a data set: give it with --data")
-    converted = convert(checkpoint, options)
-    save(converted, out)
-    next_step = f"next: atoll train DATA --cluster K --init {out} --out EXPERT"
-    if options.as_is:
-        next_step = "next: give --data as well, and it can be assembled with other experts"
-    return _told(converted, out, next_step)
+    else:
+        converted = convert(checkpoint, options)
+        save(converted, out)
+    return [*describe(converted, out), f"next: {_next_step(converted, out, data)}"]
 
 
 def _convert_for(
     data: Path, cluster: int | None, checkpoint: Path, out: Path, options: Options, calibrate: int
-) -> list[str]:
+) -> Converted:
     dataset, text = Dataset.open(data, cluster), load_text_encoder(data)
     about, shape = dataset.about, dataset.about["latent_shape"]
     if options.input_size not in (None, shape[1]) or options.text_dim not in (None, text.dim):
@@ -79,16 +77,18 @@ def _convert_for(
     space = {"latent_space": {"shape": list(shape), "codec": about["codec"]}, "text_encoder": about["text"]}
     calibration = _calibration(converted, dataset, text, calibrate) if options.as_is and calibrate > 0 else None
     save(converted, out, space, {"name": about["source"]["name"], "cluster": cluster}, calibration)
-    next_step = f"next: atoll assemble {out} ... --data {data} --out MODEL"
-    if any(name.startswith("text_embed") for name in converted.ledger.started):
-        next_step = f"next: atoll train {data} --cluster K --init {out} --out EXPERT"
-    return _told(converted, out, next_step)
+    return converted
 
 
-def _told(converted: Converted, out: Path, next_step: str) -> list[str]:
+def _next_step(converted: Converted, out: Path, data: Path | None) -> str:
     if converted.objective is None:
-        next_step = f"next: atoll assemble EXPERT ... --router {out} --data DATA --out MODEL"
-    return [*describe(converted, out), next_step]
+        return f"atoll assemble EXPERT ... --router {out} --data DATA --out MODEL"
+    starts = any(name.startswith("text_embed") for name in converted.ledger.started)  # its text means nothing yet
+    if data is not None and not starts:
+        return f"atoll assemble {out} ... --data {data} --out MODEL"
+    if converted.options.as_is:
+        return "give --data as well, and it can be assembled with other experts"
+    return f"atoll train {data or 'DATA'} --cluster K --init {out} --out EXPERT"
 
 
 class _WithoutText(nn.Module):
@@ -106,7 +106,7 @@ class _WithoutText(nn.Module):
 def _calibration(converted: Converted, data: Dataset, text: TextEncoder, num: int) -> Calibration:
     """How far the x0 of a network without text can be trusted, on held-out images of the data it shall answer for."""
     assert converted.objective is not None
-    rows, nothing = Rows(data), torch.zeros(text.dim)
+    rows, nothing = DatasetView(data), torch.zeros(text.dim)
     prior = TextPrior(rows.mean.float(), torch.zeros(text.dim, *rows.shape), nothing, nothing, 0.0)
     network = _WithoutText(converted.network)
     with torch.no_grad():

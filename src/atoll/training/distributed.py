@@ -15,7 +15,7 @@ from atoll.storage import alone, make_folder
 from atoll.training.settings import Settings
 
 
-class Team:
+class Distributed:
     """One process of an island. Each trains on its slice of every batch; the first writes files."""
 
     def __init__(self, settings: Settings) -> None:
@@ -30,22 +30,22 @@ class Team:
             self.device = self._accelerator.device
         if settings.batch % self.size:
             raise InputError(f"a batch of {settings.batch} cannot be shared by {self.size} processes: change --batch")
-        share = settings.batch // self.size
-        self.mine = slice(self.rank * share, (self.rank + 1) * share)
+        num = settings.batch // self.size
+        self.share = slice(self.rank * num, (self.rank + 1) * num)
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """The network such that backward passes average gradients over the team."""
+        """Returns the network such that backward passes average gradients over processes."""
         return network if self._accelerator is None else self._accelerator.prepare_model(network)
 
-    def adding_up(self, network: nn.Module, last: bool) -> Any:
+    def no_sync(self, network: nn.Module, unless: bool) -> Any:
         """For a backward pass whose gradients are only averaged with those of the last micro-batch."""
-        return nullcontext() if last or self._accelerator is None else self._accelerator.no_sync(network)
+        return nullcontext() if unless or self._accelerator is None else self._accelerator.no_sync(network)
 
     def mean(self, values: Tensor) -> Tensor:
         if self._accelerator is None:
@@ -53,18 +53,22 @@ class Team:
         reduced: Tensor = self._accelerator.reduce(values, "mean")
         return reduced
 
-    def wait(self) -> None:
+    def any(self, flag: bool) -> bool:
+        """Returns whether the flag is set in any process."""
+        return flag if self.size == 1 else float(self.mean(torch.tensor(float(flag), device=self.device))) > 0
+
+    def barrier(self) -> None:
         if self._accelerator is not None:
             self._accelerator.wait_for_everyone()
 
     @contextmanager
-    def holding(self, folder: Path) -> Iterator[None]:
-        """The run's folder, refused while another run lives in it."""
-        if not self.leads:
-            self.wait()
+    def locked(self, folder: Path) -> Iterator[None]:
+        """Holds the run's folder, which is made if need be and refused while another run lives in it."""
+        if not self.is_main:
+            self.barrier()
             yield
             return
         make_folder(folder)
         with alone(folder):
-            self.wait()
+            self.barrier()
             yield

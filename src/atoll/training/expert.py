@@ -24,20 +24,21 @@ from atoll.plots.contact_sheet import sample_sheet
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.storage import resolved
+from atoll.training.batches import seeded
 from atoll.training.calibrate import Judgement, judge, measure_prior
-from atoll.training.captioned import CaptionedTask, bytes_of
 from atoll.training.dry_run import preview
-from atoll.training.loop import Tensors, seeded, train
+from atoll.training.loop import train
 from atoll.training.settings import DistillSettings, ExpertSettings
+from atoll.training.task import CaptionedTask, Tensors, bytes_of
 
 JUDGED, JUDGED_AT_THE_END = 512, 2048
-IN_A_PICTURE = 12
+IN_A_GRID = 12
 
 
 class ExpertTask(CaptionedTask):
     """(x_t, t, text) -> what the objective asks for."""
 
-    guidance = Guidance(2.0)  # of the pictures that a run shows
+    guidance = Guidance(2.0)  # of the images that a run shows
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class ExpertTask(CaptionedTask):
         self.license = str(data.about["license"])
         self.network = self._make_network(init)
         self.judgement: Judgement | None = None
-        self.rows.latents(self.rows.judged_by(JUDGED))  # what is damaged or missing shows now, not hours later
+        self.view.latents(self.view.judged_by(JUDGED))  # what is damaged or missing shows now, not hours later
         self.codec: Codec | None = None
         if settings.sample_every:
             self.codec = load_codec(data.folder)
@@ -61,7 +62,7 @@ class ExpertTask(CaptionedTask):
                 self.codec.to(device)
 
     def _make_network(self, init: Path | None) -> DiT:
-        channels, size, _ = self.rows.shape
+        channels, size, _ = self.view.shape
         if init is None:
             sizes = preset(self.settings.model, input_size=size, in_channels=channels, text_dim=self.text.dim)
             with seeded("weights", self.settings.seed):
@@ -77,15 +78,15 @@ class ExpertTask(CaptionedTask):
         if (found.in_channels, found.input_size) != (channels, size):
             raise InputError(
                 f"{init} was made for latents {[found.in_channels, found.input_size, found.input_size]}, but "
-                f"{self.rows.name} has {list(self.rows.shape)}: prepare the data with the codec and size of {init}"
+                f"{self.view.name} has {list(self.view.shape)}: prepare the data with the codec and size of {init}"
             )
         if found.text_dim != self.text.dim:
             raise InputError(
-                f"{init} reads text {found.text_dim} wide, but {self.rows.name} has {self.text.dim}: "
+                f"{init} reads text {found.text_dim} wide, but {self.view.name} has {self.text.dim}: "
                 f"prepare the data with the text encoder of {init}"
             )
         if "latent_space" in card:
-            check_same(self.rows.latent_space()["codec"], _table(init, card, "latent_space", "codec"), "codec")
+            check_same(self.view.latent_space()["codec"], _table(init, card, "latent_space", "codec"), "codec")
         if "text_encoder" in card:
             check_same(self.about_text, _table(init, card, "text_encoder"), "text encoder")
         self.init = {
@@ -103,50 +104,51 @@ class ExpertTask(CaptionedTask):
         return super().frozen_bytes + bytes_of(self.codec)
 
     def describe(self) -> dict[str, Any]:
-        return {"data": self.rows.identity(), "init": self.init}
+        return {"data": self.view.identity(), "init": self.init}
 
     def sample_times(self, num: int, generator: torch.Generator) -> Tensor:
         return self.objective.sample_times(num, generator)
 
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (rows, x0, ids), (t, eps, dropped) = batch, drawn
-        tokens, mask = self.encode(ids, dropped, rows)
+        (indices, x0, ids), (t, eps, dropped) = batch, drawn
+        tokens, mask = self.encode(ids, dropped, indices)
         return self.objective.loss(lambda x, t: network(x, t, tokens, mask), x0, eps, t)
 
-    def evaluate(self) -> Mapping[str, Any]:
+    def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         self.judgement = self._judge(JUDGED)
-        return {"held_out": self.judgement.loss, "held_out_by_log_snr": self.judgement.loss_by_log_snr}
+        metrics = {"held_out": self.judgement.loss, "held_out_by_log_snr": self.judgement.loss_by_log_snr}
+        return metrics, self.sample_grid() if sample else None
 
     def _judge(self, num: int) -> Judgement:
-        return judge(self.network, self.objective, self.rows, self.text, self.device, num, self.at_a_time, self.prior)
+        return judge(self.network, self.objective, self.view, self.text, self.device, num, self.at_a_time, self.prior)
 
     @cached_property
     def prior(self) -> TextPrior:
-        return measure_prior(self.rows, self.text, self.device)
+        return measure_prior(self.view, self.text, self.device)
 
-    def picture(self) -> Image.Image | None:
-        """Held-out pictures, and below each what the expert makes of its caption."""
+    def sample_grid(self) -> Image.Image | None:
+        """Returns held-out images, and below each what the expert makes of its caption."""
         codec = self.codec
         if codec is None:
             return None
-        shown = self.rows.judged_by(IN_A_PICTURE if is_quick(codec) else 4)
-        tokens, mask = self.text.encode(self.rows.tokens(shown).to(self.device))
+        rows = self.view.judged_by(IN_A_GRID if is_quick(codec) else 4)
+        tokens, mask = self.text.encode(self.view.tokens(rows).to(self.device))
         null = self.text.encode(self.null_ids.to(self.device))
         ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])
         prompts = Prompts.of(tokens, mask, *null)
-        latents = generate(ensemble, prompts, range(len(shown)), guidance=self.guidance, times=uniform_times(24))
-        made = pictures_of(codec.decode(latents))
-        captions = self.rows.data.texts("caption", shown)
-        title = f"{self.rows.name}, {self.settings.objective}"
-        return sample_sheet(decode_rows(self.rows.data, shown, codec, side=made.shape[1]), made, captions, title)
+        latents = generate(ensemble, prompts, range(len(rows)), guidance=self.guidance, times=uniform_times(24))
+        images = pictures_of(codec.decode(latents))
+        captions = self.view.data.texts("caption", rows)
+        title = f"{self.view.name}, {self.settings.objective}"
+        return sample_sheet(decode_rows(self.view.data, rows, codec, side=images.shape[1]), images, captions, title)
 
     def as_expert(self, training: Mapping[str, Any]) -> Expert:
         return Expert(
             network=self.network,
             objective=self.objective,
-            latent_space=self.rows.latent_space(),
+            latent_space=self.view.latent_space(),
             text_encoder=self.about_text,
-            data=self.rows.describe(),
+            data=self.view.describe(),
             training=training,
             init=self.init,
             license=self.license,
@@ -157,14 +159,14 @@ class ExpertTask(CaptionedTask):
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Measure on more held-out data than before, and write the expert."""
         self.judgement = self._judge(JUDGED_AT_THE_END)
-        on = self.rows.measured_on
+        on = self.view.measured_on
         held_out = {"loss": self.judgement.loss, "by_log_snr": self.judgement.loss_by_log_snr, "on": on}
         config = self.network.config
         size = f"{config.hidden_size}x{config.depth}/{config.patch_size}"
         settings = {**training["settings"], "model": self.settings.model if self.init is None else size}
         expert = self.as_expert({**training, "settings": settings, "held_out": held_out})
         expert.save(folder)
-        return [f"an expert of {self.rows.name}, loss {self.judgement.loss:.4f} on {on}"]
+        return [f"an expert of {self.view.name}, loss {self.judgement.loss:.4f} on {on}"]
 
 
 def _table(init: Path, card: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
@@ -177,12 +179,6 @@ def _table(init: Path, card: Mapping[str, Any], *keys: str) -> Mapping[str, Any]
     return found
 
 
-def preview_expert(data: Path, cluster: int | None, settings: ExpertSettings, init: Path | None) -> Sequence[str]:
-    """What `train_expert` would do, and what it would take."""
-    dataset = Dataset.open(data, cluster)
-    return preview(lambda device: ExpertTask(dataset, settings, device, init), settings)
-
-
 def train_expert(
     data: Path,
     cluster: int | None,
@@ -190,8 +186,13 @@ def train_expert(
     out: Path,
     init: Path | None = None,
     progress: bool = True,
+    dry_run: bool = False,
 ) -> Sequence[str]:
-    """An expert of one cluster, or with None the monolith; the folder `out` is the expert when it is finished."""
+    """Trains the expert of one cluster, or with None the monolith; the folder `out` is the expert in the end."""
     dataset = Dataset.open(data, cluster)
     refuse_inside(out, data)
-    return train(lambda device: ExpertTask(dataset, settings, device, init), settings, out, progress)
+
+    def make(device: torch.device) -> ExpertTask:
+        return ExpertTask(dataset, settings, device, init)
+
+    return preview(make, settings) if dry_run else train(make, settings, out, progress)

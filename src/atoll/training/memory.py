@@ -22,17 +22,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from atoll.errors import InputError, unknown
 from atoll.networks.dit import DiT, DiTConfig, Trunk
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
 from atoll.training.settings import Settings
 
-FLOAT = 4  # weights, gradients, moments and averages are float32, also under bf16 autocast
+FLOAT = 4  # weights, their EMA, gradients and moments are float32, also under bf16 autocast
 CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
 SAVING_COPIES = tuple(map(int, version("safetensors").split(".")[:2])) < (0, 8)
-"""Whether safetensors copies all of a state before it writes. What comes from a GPU is copied by every version, but to
-the host."""
+"""Whether safetensors copies all of a checkpoint before it writes. What comes from a GPU is copied by every version,
+but to the host."""
 HOLES = {"cpu": 0.15, "cuda": 0.1}
 """What an allocator cannot use again, as a share of what an update asks of it: glibc's on average, CUDA's assumed."""
 HEAP_TOP = 64 * 2**20  # what glibc keeps at the end of its heap
@@ -48,17 +47,17 @@ class Memory:
     weights: int
     gradients: int
     optimiser: int  # AdamW's two moments
-    ema: int  # averaged weights
+    ema: int
     activations: int  # what autograd keeps for the backward pass, with bf16 copies of weights
     batch: int  # latents, noise, target and text of a micro-batch
-    saving: int  # what writing a state takes beside the state itself
+    saving: int  # what writing a checkpoint takes beside the tensors themselves
     other: int  # temporaries of the backward pass, holes of the allocator
     frozen: int = 0  # what never learns: text encoder, codec, teacher
     drawing: int = 0  # what a grid of samples takes: sampling and decoding
 
     @property
     def total(self) -> int:
-        """States are written and samples drawn between updates, when activations are gone: the largest counts."""
+        """Checkpoints are written and samples drawn between updates, when activations are gone: the largest counts."""
         held = self.base + self.weights + self.optimiser + self.ema + self.frozen
         return held + max(self.gradients + self.activations + self.batch + self.other, self.saving, self.drawing)
 
@@ -94,18 +93,12 @@ def predict(
     will be there, such as a text encoder, `drawing` for what comes and goes with a grid of samples. On a CPU, the
     process has a `Heap`.
     """
-    if device_type not in HOLES:
-        raise unknown("device type", device_type, HOLES)
     if base is None:
         base = CUDA_BASE if device_type == "cuda" else measure_base()
     num_samples = micro_batch_of(settings, processes)
-    found = count_activations(
-        config,
-        num_samples,
-        text_length=text_length,
-        checkpointing=settings.checkpointing,
-        bf16=bf16,
-        device_type=device_type,
+    checkpointing = settings.checkpointing
+    activations = count_activations(
+        config, num_samples, text_length=text_length, checkpointing=checkpointing, bf16=bf16, device_type=device_type
     )
     network = on_meta(config)
     weights = FLOAT * sum(p.numel() for p in network.parameters())
@@ -115,20 +108,20 @@ def predict(
     # x0, noise, their mixture and the target; the text with padding and without
     batch = num_samples * FLOAT * (4 * latents + 2 * text)
     buckets = gradients if processes > 1 else 0  # in which processes add up their gradients
-    asked = gradients + found.kept + found.temporary + batch
-    holes = round(HOLES[device_type] * asked)
+    requested = gradients + activations.kept + activations.temporary + batch
+    holes = round(HOLES[device_type] * requested)
     if device_type == "cpu":
-        holes = 0 if settings.checkpointing else holes + min(asked, HEAP_TOP)
+        holes = 0 if checkpointing else holes + min(requested, HEAP_TOP)
     return Memory(
         base=base,
         weights=weights,
         gradients=gradients,
         optimiser=2 * gradients,
         ema=gradients,
-        activations=found.kept,
+        activations=activations.kept,
         batch=batch,
         saving=4 * gradients if SAVING_COPIES and device_type == "cpu" else 0,
-        other=found.temporary + buckets + holes,
+        other=activations.temporary + buckets + holes,
         frozen=frozen,
         drawing=round((1 + HOLES[device_type]) * drawing),
     )
@@ -138,34 +131,16 @@ def largest_micro_batch(
     config: DiTConfig | RouterConfig,
     settings: Settings,
     available: int,
-    *,
-    text_length: int,
-    device_type: str = "cpu",
-    bf16: bool = False,
-    base: int | None = None,
-    processes: int = 1,
-    frozen: int = 0,
-    drawing: int = 0,
+    **circumstances: Any,
 ) -> int:
-    """The most samples at a time whose training takes at most `available` bytes; 0 if one is too many."""
-    if base is None and device_type == "cpu":
-        base = measure_base()
+    """Returns the most samples at a time whose training takes at most `available` bytes; 0 if one is too many."""
+    if circumstances.get("base") is None and circumstances.get("device_type", "cpu") == "cpu":
+        circumstances["base"] = measure_base()
 
     def needed(num: int) -> int:
-        trial = replace(settings, micro_batch=num)
-        return predict(
-            config,
-            trial,
-            text_length=text_length,
-            device_type=device_type,
-            bf16=bf16,
-            base=base,
-            processes=processes,
-            frozen=frozen,
-            drawing=drawing,
-        ).total
+        return predict(config, replace(settings, micro_batch=num), **circumstances).total
 
-    fits, too_many = 1, micro_batch_of(replace(settings, micro_batch=None), processes)
+    fits, too_many = 1, micro_batch_of(replace(settings, micro_batch=None), circumstances.get("processes", 1))
     least, most = needed(fits), needed(too_many)
     if least > available:
         return 0
@@ -175,10 +150,10 @@ def largest_micro_batch(
         # Memory is nearly a straight line over samples: where it meets `available` is nearly the answer.
         guess = fits + (too_many - fits) * (available - least) // (most - least)
         num = min(max(guess, fits + 1), too_many - 1)
-        if (found := needed(num)) <= available:
-            fits, least = num, found
+        if (size := needed(num)) <= available:
+            fits, least = num, size
         else:
-            too_many, most = num, found
+            too_many, most = num, size
     return fits
 
 
@@ -342,19 +317,21 @@ class Heap:
     what is saved. Then large blocks are given back as soon as they are free, which takes a third to half more time.
     """
 
-    def __init__(self, checkpointing: bool = False) -> None:
-        libc = ctypes.CDLL(None)
+    def __init__(self, checkpointing: bool = False, enabled: bool = True) -> None:
+        libc = ctypes.CDLL(None) if enabled else None
         self._trim = getattr(libc, "malloc_trim", None)
         self._updates, self._limit = 0, math.inf
-        if checkpointing and hasattr(libc, "mallopt"):
+        if libc is not None and checkpointing and hasattr(libc, "mallopt"):
             libc.mallopt(-3, MAPPED)  # M_MMAP_THRESHOLD, which would otherwise rise to 32 MB
 
     def tidy(self) -> None:
         """To be called after each update."""
+        if self._trim is None:
+            return
         self._updates += 1
         if self._updates == 2:  # by then an update has all that it needs
             self._limit = GROWTH * peak_resident()
-        elif self._trim is not None and resident() > self._limit:
+        elif resident() > self._limit:
             self.give_back()
             self._limit = max(self._limit, GROWTH * resident())  # more is in use than there was
 
@@ -407,8 +384,8 @@ def on_meta(config: DiTConfig | RouterConfig) -> DiT | Router:
 
 def inputs_of(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:
     """x, t and a text without padding, since how much of it is padding is a question to the data."""
-    if num_samples < 1 or text_length < 1:
-        raise InputError(f"{num_samples} samples with texts of {text_length} tokens: give at least one of each")
+    assert num_samples >= 1
+    assert text_length >= 1
     size = config.input_size
     shapes = [(num_samples, config.in_channels, size, size), (num_samples,)]
     if config.text_dim is not None:

@@ -1,10 +1,13 @@
-"""What a run writes down as it goes: metrics.jsonl always, TensorBoard where it is installed."""
+"""The metrics log of a run: metrics.jsonl always, TensorBoard where it is installed."""
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from atoll.errors import InputError
 from atoll.storage import parse_json, read_bytes, reason_of, write_whole
@@ -14,7 +17,7 @@ MAX_METRICS = 1 << 28  # bytes; a million lines have 200 MB
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run, without one that is cut short."""
+    """Returns the lines of a run, without one that is cut short."""
     try:
         lines = read_bytes(folder / NAME, MAX_METRICS).splitlines()
     except FileNotFoundError:
@@ -23,7 +26,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         raise InputError(
             f"cannot read {folder / NAME} ({reason_of(error)}): remove it, or choose another --out"
         ) from error
-    found = []
+    metrics = []
     for line in lines:
         try:
             values = parse_json(line)
@@ -31,22 +34,31 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             break
         if not isinstance(values, dict) or type(values.get("step")) is not int:
             break
-        found.append(values)
-    return found
+        metrics.append(values)
+    return metrics
 
 
-class Journal:
-    """Appends to metrics.jsonl, each line whole."""
+class MetricsLog:
+    """Appends to metrics.jsonl, each line whole. Processes that write no files have one that is not enabled."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, enabled: bool = True) -> None:
+        self.folder, self.enabled = folder, enabled
         self.path = folder / NAME
-        kept = [line for line in read_metrics(folder) if line["step"] <= step]
-        content = "".join(_line(line) for line in kept).encode()
+        self.board: Any = None
+        if enabled:
+            self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Forgets lines beyond a step, which will be trained again."""
+        self.close()
+        content = "".join(_line(line) for line in read_metrics(self.folder) if line["step"] <= step).encode()
         if not self.path.exists() or read_bytes(self.path, MAX_METRICS) != content:
             write_whole(self.path, lambda staged: staged.write_bytes(content))
-        self.board = _tensorboard(folder, step)
+        self.board = _tensorboard(self.folder, step)
 
     def write(self, values: Mapping[str, Any]) -> None:
+        if not self.enabled:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_line(values))
@@ -59,16 +71,20 @@ class Journal:
                 if isinstance(value, int | float) and name != "step":
                     self.board.add_scalar(name, value, values["step"])
 
-    def show(self, name: str, picture: Any, step: int) -> None:
-        """A PIL picture, for TensorBoard."""
+    def show(self, name: str, image: Image.Image, step: int) -> None:
+        """Adds an image to TensorBoard."""
         if self.board is not None:
-            import numpy as np
-
-            self.board.add_image(name, np.asarray(picture), step, dataformats="HWC")
+            self.board.add_image(name, np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
         if self.board is not None:
             self.board.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 def _line(values: Mapping[str, Any]) -> str:

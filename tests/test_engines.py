@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.diffusion.objective import OBJECTIVES
-from atoll.engines import local as fleet
-from atoll.engines.local import Job, Metrics, Result, find_slots, parse_inits, parse_objectives, run_jobs
+from atoll.engines import local
+from atoll.engines.local import Job, Result, find_slots, latest_metrics, run_jobs
+from atoll.engines.train_all import parse_inits, parse_objectives
 from atoll.errors import InputError
 
 CHILD = """
@@ -53,7 +54,7 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch):
-    monkeypatch.setattr(fleet, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(local, "LOOK_EVERY", 0.02)
 
 
 @pytest.fixture
@@ -164,11 +165,11 @@ class TestInits:
 
 class TestSlots:
     def test_cores(self, monkeypatch):
-        monkeypatch.setattr(fleet.torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 0)
         assert find_slots() == find_slots("cpu") == [{}] * len(os.sched_getaffinity(0))
 
     def test_gpus(self, monkeypatch):
-        monkeypatch.setattr(fleet.torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 2)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         assert find_slots() == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
@@ -216,7 +217,7 @@ class TestRuns:
         assert str(error.value) == (
             "expert 0 failed (RuntimeError: out of luck, exit code 1, also when restarted 3 times; "
             f"its log is {jobs[0].folder / 'log.txt'}): "
-            "the others have ended, so mend the cause and rerun the same command to resume"
+            "the others have ended, so fix the cause and rerun the same command to resume"
         )
         assert len(starts(jobs[0])) == 4
         assert len(starts(jobs[1])) == 1
@@ -289,7 +290,7 @@ class TestRuns:
 
 class TestStopping:
     def test_ctrl_c(self, job):
-        """Experts save their state; those that wait are not started."""
+        """Experts save a checkpoint; those that wait are not started."""
         jobs = [job(k, "wait_and_save()") for k in range(3)]
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
@@ -307,7 +308,7 @@ class TestStopping:
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
     def test_one_that_does_not_listen_is_killed(self, job, monkeypatch):
-        monkeypatch.setattr(fleet, "GRACE", 0.3)
+        monkeypatch.setattr(local, "GRACE", 0.3)
         ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
         each = job(0, ignore, "open(folder + 'ready', 'w').close()", "time.sleep(60)")
 
@@ -324,7 +325,7 @@ class TestStopping:
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
     def test_parent(self, number, job, tmp_path):
-        """However the parent goes, its processes save their state and end."""
+        """However the parent goes, its processes save a checkpoint and end."""
         if number == signal.SIGKILL and sys.platform != "linux":
             pytest.skip("only Linux tells a process that its parent is gone")
         jobs = [job(k, "wait_and_save()") for k in range(2)]
@@ -354,7 +355,7 @@ class Terminal(io.StringIO):
 
 class TestTable:
     def test_few_lines(self, job, monkeypatch, capsys):
-        monkeypatch.setattr(fleet, "TELL_EVERY", 0.5)
+        monkeypatch.setattr(local, "TELL_EVERY", 0.5)
         steps = ["for step in range(1, 101):", "    tell(step)", "    time.sleep(0.01)", "finish()"]
         jobs = [job(0, *steps), job(1, *steps), job(2, "sys.exit(2)")]
         with pytest.raises(InputError):
@@ -368,10 +369,10 @@ class TestTable:
 
     def test_bars(self, job, monkeypatch):
         """All jobs are seen all the time, in the end as well."""
-        monkeypatch.setattr(fleet.sys, "stderr", Terminal())
+        monkeypatch.setattr(local.sys, "stderr", Terminal())
         jobs = [job(0, "finish()"), job(1, "sys.exit(0 if num_starts > 1 else 1)"), job(2, "finish()")]
         run_jobs(jobs, [{}])
-        shown = fleet.sys.stderr.getvalue()
+        shown = local.sys.stderr.getvalue()
         for part in ("expert 2   0%|", " 0/100, waiting", "0/100, running", "0/100, restarted 1x", "100/100, done"):
             assert part in shown
         last = [line.split("\r")[-1].split() for line in shown.split("\n")[-4:-1]]
@@ -383,37 +384,29 @@ class TestTable:
             def write(self, text: str) -> int:
                 raise BrokenPipeError
 
-        monkeypatch.setattr(fleet.sys, "stderr", Gone())
+        monkeypatch.setattr(local.sys, "stderr", Gone())
         assert run_jobs([job(0, "finish()")], [{}])[0].status == "done"
 
 
 class TestMetrics:
     def test_what_may_be_in_the_file(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
-        metrics = Metrics(path)
-        metrics.read()
-        assert (metrics.step, metrics.loss, metrics.samples_per_second) == (0, None, None)
+        assert latest_metrics(path) == (0, None, None, None)
 
         def after(text: str, mode: str = "a") -> tuple[int, float | None, float | None]:
             with path.open(mode) as file:
                 file.write(text)
-            metrics.read()
-            return metrics.step, metrics.loss, metrics.samples_per_second
+            return latest_metrics(path)[:3]
 
         assert after('{"step": 20, "loss": 0.5, "samples_per_second": 350.1}\n{"st') == (20, 0.5, 350.1)
         assert after('ep": 40, "loss": 0.4}\n') == (40, 0.4, 350.1)
         assert after('{"step": 50, "held_out": 0.31}\n') == (50, 0.4, 350.1)
         assert after('[]\n\n7\n{"step": "x"}\nnonsense\n{"loss": 9}\n\xff\n') == (50, 0.4, 350.1)
         assert after('{"step": 6{"step": 60, "loss": 0.3}\n{"step": 70, "loss": null}\n') == (70, 0.4, 350.1)
-        assert after('{"step": 20, "loss": 0.5}\n', "w") == (20, 0.5, 350.1)  # cut to the step of the last state
-        assert after('{"step": 30, "loss": 0.25}\n') == (30, 0.25, 350.1)
-        (tmp_path / "staged").write_text('{"step": 25, "loss": 0.5}\n' * 9)
-        os.replace(tmp_path / "staged", path)  # another file of the same name, longer than the last
-        assert after("") == (25, 0.5, 350.1)
-        assert after("", "w") == (0, 0.5, 350.1)
-        assert after("[" * 10**5 + '\n{"step": 1, "loss": 1' + "0" * 400 + "}\n", "w") == (1, 0.5, 350.1)
+        assert after('{"step": 20, "loss": 0.5}\n', "w") == (20, 0.5, None)  # cut to the step of the last checkpoint
+        assert after('{"step": 30, "loss": 0.25}\n') == (30, 0.25, None)
+        assert after("", "w") == (0, None, None)
+        assert after("[" * 10**5 + '\n{"step": 1, "loss": 1' + "0" * 400 + "}\n", "w") == (1, None, None)
         path.unlink()
         os.mkfifo(path)
-        metrics.read()  # which does not wait for somebody to write
-        path.unlink()
-        metrics.read()
+        assert latest_metrics(path).step == 0  # without waiting for somebody to write

@@ -1,0 +1,85 @@
+"""Processes that end with the one that started them, and signals that end a process in order.
+
+Run as a script, this file starts a command that gets SIGTERM when its parent is gone; so it needs the standard library
+alone.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class StopSignal(NamedTuple):
+    signal: signal.Signals
+    time: float  # by time.monotonic()
+
+
+@contextmanager
+def stop_signals(interruptible: bool = False) -> Iterator[list[StopSignal]]:
+    """Yields the list of SIGINT and SIGTERM received so far, to be looked at when it is convenient to stop.
+
+    If `interruptible`, Ctrl-C after the first signal raises KeyboardInterrupt at once. Elsewhere than in the main
+    thread, which alone may set handlers, the list stays empty.
+    """
+    received: list[StopSignal] = []
+
+    def note(number: int, _: object) -> None:
+        received.append(StopSignal(signal.Signals(number), time.monotonic()))
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def die_with_parent() -> None:
+    """Called in a process of `multiprocessing`, ends it when its parent is gone, however that went."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """Returns the command that runs `command` and, on Linux, sends it SIGTERM when this process is gone.
+
+    Code between fork and exec may deadlock if the parent has threads (torch, tqdm), so a program of its own does it.
+    """
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def _exec(parent: int, command: list[str]) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which outlasts exec
+        if os.getppid() != parent:
+            sys.exit(1)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"atoll: cannot start {command[0]} ({error.strerror}): check that it is there", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    _exec(int(sys.argv[1]), sys.argv[2:])

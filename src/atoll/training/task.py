@@ -1,0 +1,97 @@
+"""What a run trains: the protocol between the loop and an expert, a router or a student, and what these share."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from atoll.data.shards import Dataset
+from atoll.data.view import DatasetView
+from atoll.encoders.pretrained import check_same
+from atoll.encoders.text import load_text_encoder
+from atoll.networks.dit import Trunk
+from atoll.training.settings import Settings
+
+Tensors = tuple[Tensor, ...]
+
+
+class Task(Protocol):
+    """A network, data to train it on, and a loss."""
+
+    num_rows: int  # to train on
+
+    @property
+    def network(self) -> Trunk: ...
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what makes it this run and no other, beside the settings: the data above all."""
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        """Reads rows of the training data: tensors with one entry per row."""
+
+    def draw(self, num: int, generator: torch.Generator) -> Tensors:
+        """Draws the random numbers of `num` samples."""
+
+    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+        """Returns the loss of each sample: [B]."""
+
+    def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
+        """Returns metrics of the EMA weights on held-out data, and if `sample`, a grid of samples."""
+
+    def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
+        """Writes the result with the EMA weights; returns lines for the user."""
+
+
+class CaptionedTask:
+    """What all tasks of atoll share: latents with captions, some of which are dropped, and their text encoder."""
+
+    def __init__(self, data: Dataset, settings: Settings, device: torch.device) -> None:
+        self.text_dropout, self.device = settings.text_dropout, device
+        self.at_a_time = settings.micro_batch or settings.batch
+        self.view = DatasetView(data)
+        self.num_rows = len(self.view.train)
+        self.text = load_text_encoder(data.folder)
+        if isinstance(self.text, nn.Module):
+            self.text.to(device)
+        self.null_ids = self.text.null_ids()
+        self.about_text: Mapping[str, Any] = data.about["text"]
+        check_same(self.about_text, self.text.describe(), "text encoder")
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The size of what never learns: the text encoder, the codec of sample grids, a teacher."""
+        return bytes_of(self.text)
+
+    def sample_grid(self) -> Image.Image | None:
+        """Returns what the network generates from held-out captions, if it generates images."""
+        return None
+
+    def read(self, rows: NDArray[np.int64]) -> Tensors:
+        """Returns indices into the data, latents and token ids."""
+        indices = self.view.train[rows]
+        return torch.from_numpy(indices), self.view.latents(indices), self.view.tokens(indices)
+
+    def draw(self, num: int, generator: torch.Generator) -> Tensors:
+        """Returns times, noise, and whose caption is dropped."""
+        t = self.sample_times(num, generator)
+        eps = torch.randn(num, *self.view.shape, generator=generator)
+        return t, eps, torch.rand(num, generator=generator) < self.text_dropout
+
+    def sample_times(self, num: int, generator: torch.Generator) -> Tensor:
+        return torch.rand(num, generator=generator)
+
+    def encode(self, ids: Tensor, dropped: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes captions as a network sees them, the null text in place of those that are dropped."""
+        kept = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
+        return self.view.encode(self.text, kept, indices)
+
+
+def bytes_of(module: object) -> int:
+    """Returns the size of weights and buffers, if it is a network."""
+    tensors = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
