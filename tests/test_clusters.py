@@ -61,7 +61,7 @@ class TestPartition:
     def test_every_row_is_in_one_cluster(self, data, prepared, capsys):
         run("partition", data, "--experts", 4)
         told = capsys.readouterr().out
-        assert "fine centroids instead of 1024: there are only 300 pictures" in told
+        assert "fine centroids instead of 1024: there are only 300 images" in told
         assert not (data / "shards").exists()
         about = json.loads((data / "clusters" / "partition.json").read_text())
         clusters = [Dataset.open(data, k) for k in range(4)]
@@ -205,7 +205,7 @@ class TestInspect:
     def test_it_tells_and_draws(self, data, capsys):
         run("inspect", data)
         told = capsys.readouterr().out
-        for part in ("300 pictures", "held out", "16 x 16 pixels", "license   unknown", "rejected  0", "caption   a "):
+        for part in ("300 images", "held out", "16 x 16 pixels", "license   unknown", "rejected  0", "caption   a "):
             assert part in told
         assert Image.open(data / "sheet.png").width > 400
         run("partition", data, "--experts", 2)
@@ -282,6 +282,6 @@ class TestCommandLine:
             [command, "prepare", "digits", "--num", "50", "--size", "16", "--out", tmp_path / "d"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert done.stdout.startswith(f"{tmp_path / 'd'}: 50 pictures")
+        assert done.stdout.startswith(f"{tmp_path / 'd'}: 50 images")
         assert "next: atoll partition" in done.stdout
         assert "images" in done.stderr

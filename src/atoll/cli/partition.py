@@ -15,7 +15,7 @@ def partition(
     balance: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Cut a data set into one cluster an expert, each in a folder of its own.
+    """Cut a data set into one cluster per expert, each in a folder of its own.
 
     For example:
       atoll partition data --experts 8
@@ -26,7 +26,7 @@ def partition(
         data: A folder that `atoll prepare` has made.
         experts: How many clusters.
         method: kmeans (hierarchical, over image features), random, or label.
-        fine: Centroids of the fine level; fewer where there are few pictures.
+        fine: Centroids of the fine level; fewer where there are few images.
         metric: euclidean or cosine.
         balance: No cluster may hold more than this times the mean.
         seed: Of the random numbers.

@@ -26,7 +26,7 @@ def prepare(
     device: str = "auto",
     follow_links: bool = False,
 ) -> None:
-    """Make a data set of pictures with captions. Interrupted, the same command goes on.
+    """Make a data set of images with captions. Rerun the command to resume.
 
     For example:
       atoll prepare avatars --num 4000 --out data
@@ -36,26 +36,26 @@ def prepare(
       atoll prepare flowers/ --template "a photo of a {label}" --out data
 
     Args:
-        source: A folder of pictures (NAME.txt beside NAME.jpg, or metadata.jsonl / .csv with file_name and text, or
+        source: A folder of images (NAME.txt beside NAME.jpg, or metadata.jsonl / .csv with file_name and text, or
             class folders with --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the
             built-in avatars, shapes, digits.
         out: The folder to make.
-        size: Pictures are scaled and cropped to SIZE x SIZE pixels.
-        num: How many pictures: the first of a built-in data set; of any other source a random choice, by SEED and
+        size: Images are scaled and cropped to SIZE x SIZE pixels.
+        num: How many images: the first of a built-in data set; of any other source a random choice, by SEED and
             their names, whatever their order. Some of these may still be left out, as any others.
         codec: pixels, pca, pca:8x40 (8x8 patches as 40 numbers), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of
             another data set.
         text: words, or clip:HUB_ID_OR_FOLDER.
-        features: What pictures are clustered by: simple, efficientnet, efficientnet:SIZE,
+        features: What images are clustered by: simple, efficientnet, efficientnet:SIZE,
             dino:HUB_ID_OR_FOLDER or clip:HUB_ID_OR_FOLDER.
         template: Makes captions of folder names: "a photo of a {label}".
-        holdout: The share of pictures kept from training, chosen by their content.
+        holdout: The share of images kept from training, chosen by their content.
         near_duplicates: drop or keep them; auto drops, but keeps those of a built-in data set.
-        min_side: Pictures with a shorter side are left out; half of SIZE by default.
-        max_aspect: Pictures that are longer than this times their width are left out.
+        min_side: Images with a shorter side are left out; half of SIZE by default.
+        max_aspect: Images that are longer than this times their width are left out.
         license: Goes into dataset.json and travels with all that is made of the data.
-        seed: Of a built-in data set, and of the choice of NUM pictures of any other.
-        workers: Processes that read pictures; one a core by default, 0 for none.
+        seed: Of a built-in data set, and of the choice of NUM images of any other.
+        workers: Processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
         follow_links: Also read folders that are links to others within SOURCE, each once. A link that leads out of
             it is never followed.
@@ -69,7 +69,7 @@ def prepare(
     about = make(place, out, settings, workers, device=device)
     counts, shape = about["counts"], "x".join(map(str, about["latent_shape"]))
     held, rejected = counts["held_out"], counts["rejected"]
-    print(f"{out}: {counts['rows']} pictures ({held} held out), {rejected} rejected, latents {shape}")
+    print(f"{out}: {counts['rows']} images ({held} held out), {rejected} rejected, latents {shape}")
     for line in damage_in(out):
         warnings.warn(line, stacklevel=1)
     if rejected:

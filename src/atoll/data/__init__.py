@@ -1,1 +1,1 @@
-"""From pictures and captions to shards: sources, codecs, text, features, and the built-in data sets."""
+"""From images and captions to shards: sources, codecs, text, features, and the built-in data sets."""

@@ -201,9 +201,7 @@ def _sha256(path: Path) -> str:
     try:
         return digest_of(Path(os.path.realpath(path)))
     except OSError as error:
-        raise InputError(
-            f"cannot read {path} ({reason_of(error)}): remove it, and rerun the command"
-        ) from error
+        raise InputError(f"cannot read {path} ({reason_of(error)}): remove it, and rerun the command") from error
 
 
 # From a package to a tar of samples

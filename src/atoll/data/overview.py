@@ -1,4 +1,4 @@
-"""What a data set holds, in a few lines and one picture: `atoll inspect`."""
+"""What a data set holds, in a few lines and one contact sheet: `atoll inspect`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ def describe(data: Dataset) -> Iterator[str]:
     """Counts, splits, sizes, what was rejected, the licence."""
     about, counts = data.about, data.about["counts"]
     source, settings = about["source"], about["settings"]
-    here = "" if len(data) == counts["rows"] else f" ({len(data)} of them here)"
-    yield f"{data.folder}: {counts['rows']} pictures{here} of {source['items']} in {source['name']} ({source['kind']})"
+    present = "" if len(data) == counts["rows"] else f" ({len(data)} of them here)"
+    yield f"{data.folder}: {counts['rows']} images{present} of {source['items']} in {source['name']} ({source['kind']})"
     yield f"  split     {counts['train']} to train on, {counts['held_out']} held out"
     shape = " x ".join(map(str, about["latent_shape"]))
-    yield f"  pictures  {settings['size']} x {settings['size']} pixels, as latents {shape} by {about['codec']['spec']}"
+    yield f"  images    {settings['size']} x {settings['size']} pixels, as latents {shape} by {about['codec']['spec']}"
     num_tokens, num_features = (data.column(name)[:1].shape[1] for name in ("tokens", "features"))
     yield f"  text      {about['text']['spec']}, up to {num_tokens} tokens"
     yield f"  features  {about['features']['spec']}, {num_features} numbers"
     size = data.size_on_disk()
-    yield f"  on disk   {size / 1e6:.1f} MB, {size / len(data):.0f} bytes a picture"
+    yield f"  on disk   {size / 1e6:.1f} MB, {size / len(data):.0f} bytes per image"
     yield f"  license   {about['license']}"
     yield f"  rejected  {counts['rejected']}"
     for reason, num in _reasons(data.folder).most_common(8):
@@ -43,7 +43,7 @@ def describe(data: Dataset) -> Iterator[str]:
 
 
 def _reasons(folder: Path) -> Counter[str]:
-    """How many pictures were left out for what reason."""
+    """Returns how many images were left out for what reason."""
     reasons = Counter[str]()
     try:
         with open_regular(folder / "rejected.jsonl") as file:
@@ -57,7 +57,7 @@ def _reasons(folder: Path) -> Counter[str]:
 
 
 def draw_sheet(data: Dataset, seed: int = 0) -> Image.Image:
-    """A contact sheet of pictures chosen at random."""
+    """A contact sheet of images chosen at random."""
     rows = np.sort(np.random.default_rng(abs(seed)).choice(len(data), min(ON_A_SHEET, len(data)), replace=False))
     captions = data.texts("caption", rows[:2])
-    return contact_sheet(decode_rows(data, rows), f"{data.folder.name}: {len(data)} pictures", captions)
+    return contact_sheet(decode_rows(data, rows), f"{data.folder.name}: {len(data)} images", captions)

@@ -32,7 +32,7 @@ from atoll.storage import read_json
 FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
 TAESD = ("taesd", "taesdxl", "taesd3", "taef1")  # whose authors publish encoder and decoder as two files
 MAX_COMPONENTS, EXPLAINED = 48, 0.99
-MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no picture needs them
+MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no image needs them
 MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
 
 
@@ -335,7 +335,7 @@ def _is_file(where: str) -> InputError:
 
 
 def _check_vae(config: Mapping[str, Any], where: str) -> None:
-    """Refuses what weights do not show and a VAE of colour pictures in halves of halves cannot have."""
+    """Refuses what weights do not show and a VAE of colour images in halves of halves cannot have."""
     channels = config.get("latent_channels", 4)
     for key, known in (("in_channels", 3), ("out_channels", 3), ("upsampling_scaling_factor", 2)):
         if config.get(key, known) != known:
@@ -374,7 +374,7 @@ def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
     """diffusers' AutoencoderTiny of the authors' own two files.
 
     Both number their layers. Their decoder's first clamps its input, which diffusers does without a layer. Theirs see
-    pictures in [0, 1]; diffusers' classes scale to and from [-1, 1].
+    images in [0, 1]; diffusers' classes scale to and from [-1, 1].
     """
     weights = {f"encoder.layers.{name}": value for name, value in read_weights(encoder).items()}
     for name, value in read_weights(decoder).items():

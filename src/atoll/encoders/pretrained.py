@@ -103,10 +103,10 @@ def one_by_one(compute: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
 
 def two_numbers(spec: str, example: str) -> tuple[int, int] | None:
     """The numbers of a spec like `pca:8x40`, None where there are none."""
-    found = re.fullmatch(r"\w+(?::(\d{1,6})x(\d{1,6}))?", spec)
-    if not found:
+    numbers = re.fullmatch(r"\w+(?::(\d{1,6})x(\d{1,6}))?", spec)
+    if not numbers:
         raise InputError(f"cannot read {spec!r}: write it like {example}")
-    return (int(found[1]), int(found[2])) if found[1] else None
+    return (int(numbers[1]), int(numbers[2])) if numbers[1] else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -138,11 +138,11 @@ def locate(where: str, subfolders: Sequence[str]) -> Place:
         raise InputError(f"{where} is a file: give the folder of a model, with config.json beside its weights")
     for subfolder in subfolders:
         try:
-            found = hf_hub_download(where, "config.json", subfolder=subfolder or None)
+            config = hf_hub_download(where, "config.json", subfolder=subfolder or None)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             reason = printable(reason_of(error), 300)
         else:
-            return Place(where, subfolder, read_json(Path(found), SAVED))
+            return Place(where, subfolder, read_json(Path(config), SAVED))
     raise InputError(f"there is no folder {where}, and the hub did not give it either ({reason})")
 
 
@@ -239,16 +239,16 @@ def _check_fit(cls: Any, place: Place, folder: Path, entries: Mapping[str, Entry
     """Refuses a config that asks for a larger network than there are weights for, before memory is taken for it."""
     with torch.device("meta"):
         if hasattr(cls, "from_config"):  # diffusers
-            made = cls.from_config(place.config)
+            model = cls.from_config(place.config)
         else:
-            made = cls(cls.config_class.from_pretrained(str(folder)))
-    asked = sum(weight.numel() for weight in made.state_dict().values())
-    there = sum(math.prod(entry.shape) for entry in entries.values())
-    if asked > 2 * there + SPARE:
+            model = cls(cls.config_class.from_pretrained(str(folder)))
+    num_needed = sum(weight.numel() for weight in model.state_dict().values())
+    num_stored = sum(math.prod(entry.shape) for entry in entries.values())
+    if num_needed > 2 * num_stored + SPARE:
         raise InputError(
-            f"the config of {place.path} asks for {asked:,} weights, and its files have {there:,}: {AGAIN}"
+            f"the config of {place.path} asks for {num_needed:,} weights, and its files have {num_stored:,}: {AGAIN}"
         )
-    check_memory(4 * asked, place.path)
+    check_memory(4 * num_needed, place.path)
 
 
 def save_model(model: Any, folder: Path) -> None:

@@ -262,10 +262,10 @@ def pack(sizes: Sequence[int], costs: Any, capacity: int, *, start: Any = None) 
         added = (cost - cost[np.arange(items), place][:, None]) / np.minimum(size, overflow.clip(1))[:, None]
         allowed = (overflow > 0)[:, None] & (loads[None] + size[:, None] <= capacity)
         if not allowed.any():
-            found = _search(size, cost, capacity)
-            if found is None:
+            packing = _search(size, cost, capacity)
+            if packing is None:
                 return None
-            place, loads = found, np.bincount(found, weights=size, minlength=bins).astype(np.int64)
+            place, loads = packing, np.bincount(packing, weights=size, minlength=bins).astype(np.int64)
             break
         move(*divmod(int(np.where(allowed, added, np.inf).argmin()), bins))
 

@@ -38,7 +38,7 @@ def partition(
     seed: int = 0,
     progress: bool = True,
 ) -> list[str]:
-    """Cut DATA into clusters; returns what to tell the user."""
+    """Cuts DATA into clusters; returns what to tell the user."""
     if method not in METHODS:
         raise unknown("method", method, METHODS)
     if method == "random" and cap is not None:
@@ -47,42 +47,42 @@ def partition(
         data = Dataset.open(folder)
         notes: list[str] = []
         centroids = None
-        made: dict[str, Any] = {"method": method, "seed": seed}
+        settings: dict[str, Any] = {"method": method, "seed": seed}
         if method == "kmeans":
             with _bar(progress) as show:
-                found = hierarchical(
+                hierarchy = hierarchical(
                     data.column("features"), num_experts, fine=fine, metric=metric, cap=cap, seed=seed, progress=show
                 )
-            centroids, labels = found.centroids, found.labels
-            made |= {"metric": metric, "fine": len(centroids.fine), "cap": cap}
-            if found.fine_used < fine:
-                notes = [f"{found.fine_used} fine centroids instead of {fine}: there are only {len(data)} pictures"]
+            centroids, labels = hierarchy.centroids, hierarchy.labels
+            settings |= {"metric": metric, "fine": len(centroids.fine), "cap": cap}
+            if hierarchy.fine_used < fine:
+                notes = [f"{hierarchy.fine_used} fine centroids instead of {fine}: there are only {len(data)} images"]
         elif method == "random":
             labels = by_random(len(data), num_experts, seed=seed)
         else:
             labels = by_label(data.texts("label"), num_experts, cap=cap)
-        return [*notes, *_write(data, labels, num_experts, centroids, made, metric, progress)]
+        return [*notes, *_write(data, labels, num_experts, centroids, settings, metric, progress)]
 
 
 def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -> list[str]:
-    """Place another data set into the clusters of an existing partition."""
+    """Places another data set into the clusters of an existing partition."""
     existing = Path(existing)
     advice = "give the clusters folder of a partitioned data set"
-    made = read_json(existing / "partition.json", advice)
-    kept = {key: made.get(key) for key in ("method", "seed", "metric", "fine", "cap")}
+    about = read_json(existing / "partition.json", advice)
+    kept = {key: about.get(key) for key in ("method", "seed", "metric", "fine", "cap")}
     if not os.path.lexists(existing / "centroids.safetensors"):
         by = printable(str(kept["method"]), 60)
         raise InputError(f"the partition in {existing} was made by {by}, without centroids to assign by")
     centroids = Centroids.load(existing / "centroids.safetensors")
-    if not all(isinstance(made.get(part), dict) for part in MODELS) or kept["metric"] != centroids.metric:
+    if not all(isinstance(about.get(part), dict) for part in MODELS) or kept["metric"] != centroids.metric:
         raise InputError(f"{existing / 'partition.json'} does not describe the centroids beside it: {advice}")
     with alone(Path(folder)), _bar(progress) as show:
         data = Dataset.open(folder)
         for part in MODELS:
-            check_same(made[part], data.about[part], part)
+            check_same(about[part], data.about[part], part)
         shape = data.about["latent_shape"]
-        if made.get("latent_shape") != shape:
-            raise InputError(f"latents are {shape}, there {shown(made.get('latent_shape'))}: prepare with its --size")
+        if about.get("latent_shape") != shape:
+            raise InputError(f"latents are {shape}, there {shown(about.get('latent_shape'))}: prepare with its --size")
         labels = assign(data.column("features"), centroids, progress=show)
         return _write(data, labels, centroids.num_clusters, centroids, kept, centroids.metric, progress)
 
@@ -92,16 +92,16 @@ def _write(
     labels: Tensor,
     num_clusters: int,
     centroids: Centroids | None,
-    made: dict[str, Any],
+    settings: dict[str, Any],
     metric: str,
     progress: bool,
 ) -> list[str]:
-    """Regroup the rows, with all that describes the clusters beside them."""
+    """Regroups the rows, with all that describes the clusters beside them."""
     with _bar(progress) as show:
         quality = measure(data.column("features"), labels, num_clusters, metric=metric, progress=show)
     models = {part: data.about[part] for part in MODELS}
     shape = data.about["latent_shape"]
-    about = {"format": 1, **made, "num_clusters": num_clusters, **asdict(quality), "latent_shape": shape, **models}
+    about = {"format": 1, **settings, "num_clusters": num_clusters, **asdict(quality), "latent_shape": shape, **models}
     cluster_of = labels.numpy()
 
     def finish(staged: Path) -> None:
@@ -113,13 +113,13 @@ def _write(
     regroup(data, cluster_of, num_clusters, finish, progress)
     mean = len(data) / num_clusters
     lines = [
-        f"  cluster {k:02d}: {size:7} pictures, {size / mean:4.2f} of the mean" for k, size in enumerate(quality.sizes)
+        f"  cluster {k:02d}: {size:7} images, {size / mean:4.2f} of the mean" for k, size in enumerate(quality.sizes)
     ]
     parts = [name for name in ("dataset.json", "vae", "text_encoder", "tokenizer") if (data.folder / name).exists()]
     score = "none" if quality.silhouette is None else f"{quality.silhouette:.3f}"
     folder = data.folder
     return [
-        f"{folder}: {num_clusters} clusters by {printable(str(made['method']), 60)}, silhouette {score}",
+        f"{folder}: {num_clusters} clusters by {printable(str(settings['method']), 60)}, silhouette {score}",
         *lines,
         f"look: {folder / 'clusters' / 'map.png'} and sheet.png in each cluster",
         f"to train cluster 0 elsewhere, copy {folder}/{{{', '.join([*parts, 'clusters/00'])}}}",
@@ -127,23 +127,23 @@ def _write(
 
 
 def _draw(data: Dataset, cluster_of: NDArray[np.int64], num_clusters: int, folder: Path) -> None:
-    """A contact sheet for each cluster, and a map of all."""
+    """Draws a contact sheet of each cluster, and a map of all."""
     rng, codec = np.random.default_rng(0), load_codec(data.folder)
     on_a_sheet, on_the_map = (ON_A_SHEET, ON_THE_MAP) if is_quick(codec) else (16, 120)
     for cluster in range(num_clusters):
-        mine = np.flatnonzero(cluster_of == cluster)
-        if len(mine) == 0:
+        members = np.flatnonzero(cluster_of == cluster)
+        if len(members) == 0:
             continue
-        rows = np.sort(rng.choice(mine, min(on_a_sheet, len(mine)), replace=False))
+        rows = np.sort(rng.choice(members, min(on_a_sheet, len(members)), replace=False))
         captions = data.texts("caption", rows[:3])
-        title = f"cluster {cluster}: {len(mine)} pictures ({len(mine) / len(data):.0%})"
+        title = f"cluster {cluster}: {len(members)} images ({len(members) / len(data):.0%})"
         sheet = contact_sheet(decode_rows(data, rows, codec), title, captions)
         save_picture(sheet, folder / f"{cluster:02d}" / "sheet.png")
     rows = np.sort(rng.choice(len(data), min(on_the_map, len(data)), replace=False))
     points = flat_map(data.column("features")[rows].astype(np.float64))
     names = [f"cluster {cluster}" for cluster in range(num_clusters)]
-    picture = cluster_map(points, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
-    save_picture(picture, folder / "map.png")
+    figure = cluster_map(points, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
+    save_picture(figure, folder / "map.png")
 
 
 @contextmanager
