@@ -36,7 +36,7 @@ from atoll.data.shards import Dataset
 from atoll.engines.local import Job, find_slots, run_jobs
 from atoll.engines.train_all import job_of
 from atoll.experiments.evaluate import Contender, Evaluation, Sampling
-from atoll.experiments.measure import Settings as Measured
+from atoll.experiments.measure import MetricSettings
 from atoll.experiments.tables import name_of, over_seeds, with_error
 from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
@@ -108,7 +108,7 @@ class Comparison:
         found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in self.entries}
         for seed in self.seeds:
             args = self.args
-            measured = Measured(
+            measured = MetricSettings(
                 num=args.num, first_seed=seed, features=tuple(args.features), metrics=tuple(args.metrics),
                 device=args.device,
             )  # fmt: skip

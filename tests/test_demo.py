@@ -17,8 +17,9 @@ import pytest
 from atoll.data.builtin.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
+from atoll.experiments.cache import Snapshot
 from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, _flags, run_demo
-from atoll.experiments.judge import Asked, Kept
+from atoll.experiments.judge import DemoPrompts
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
@@ -110,10 +111,10 @@ class TestDemo:
     def test_held_out_combinations_are_not_in_the_data(self, first):
         data = Dataset.open(first[0] / "data")
         assert not any(is_heldout(attributes_of(caption)) for caption in data.texts("caption"))
-        asked = Asked.of(data, QUICK.prompts, QUICK.prompts_heldout, QUICK.varied, QUICK.seeds)
-        assert all(is_heldout(attributes_of(caption)) for caption in asked.heldout)
-        assert not set(asked.seen) & set(asked.heldout)
-        assert len(set(asked.heldout)) == QUICK.prompts_heldout
+        prompts = DemoPrompts.choose(data, QUICK.prompts, QUICK.prompts_heldout, QUICK.varied, QUICK.seeds)
+        assert all(is_heldout(attributes_of(caption)) for caption in prompts.heldout)
+        assert not set(prompts.seen) & set(prompts.heldout)
+        assert len(set(prompts.heldout)) == QUICK.prompts_heldout
 
     def test_a_second_run_skips_and_gives_the_same_numbers(self, first):
         out, _ = first
@@ -191,19 +192,19 @@ def test_times_that_are_no_numbers_do_not_count(tmp_path):
 
 
 def test_what_was_kept_is_read_as_data(tmp_path):
-    kept = Kept({"model": "a"}, {"figures": {}}, {"seen": np.arange(6).reshape(2, 3)})
+    kept = Snapshot({"model": "a"}, {"figures": {}}, {"seen": np.arange(6).reshape(2, 3)})
     kept.write(tmp_path, "one")
-    found = Kept.read(tmp_path, "one", {"model": "a"})
+    found = Snapshot.read(tmp_path, "one", {"model": "a"})
     assert found is not None
     assert found.arrays["seen"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert Kept.read(tmp_path, "one", {"model": "b"}) is None
+    assert Snapshot.read(tmp_path, "one", {"model": "b"}) is None
     (tmp_path / "one.safetensors").unlink()
     os.mkfifo(tmp_path / "one.safetensors")
     with pytest.raises(InputError, match="it is a FIFO.*and run the demo again"):
-        Kept.read(tmp_path, "one", {"model": "a"})
+        Snapshot.read(tmp_path, "one", {"model": "a"})
     (tmp_path / "one.json").write_text('{"key": {"model": "a"}, "about": [1]}')
     with pytest.raises(InputError, match=r"its 'about' is \[1\]: remove"):
-        Kept.read(tmp_path, "one", {"model": "a"})
+        Snapshot.read(tmp_path, "one", {"model": "a"})
 
 
 def test_what_is_shown_was_seen():

@@ -29,7 +29,7 @@ from atoll.experiments import evaluate as module
 from atoll.experiments.cache import Store
 from atoll.experiments.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
 from atoll.experiments.judge import are_right, images_of
-from atoll.experiments.measure import Settings
+from atoll.experiments.measure import MetricSettings
 from atoll.experiments.sanity import Check, crowded, doubts_about, quilts_of
 from atoll.experiments.tables import draw_metrics, name_of, render_table, spoken, with_error
 from atoll.metrics.diversity import Distance
@@ -38,7 +38,7 @@ from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
 from test_assemble import parts
 
-SETTINGS = Settings(
+SETTINGS = MetricSettings(
     num=24, features=("simple",), metrics=("frechet", "kernel", "coverage", "accuracy", "flops"), neighbours=3
 )
 QUICK = Sampling(steps=2, batch=10)
@@ -340,13 +340,13 @@ def test_oracle(model, monolith, data, tmp_path, monkeypatch):
 class TestRefused:
     def test_settings(self):
         with pytest.raises(InputError, match="unknown metric 'frechett': did you mean 'frechet'"):
-            Settings(metrics=("frechett",))
+            MetricSettings(metrics=("frechett",))
         with pytest.raises(InputError, match="num must be at least 2"):
-            Settings(num=1)
+            MetricSettings(num=1)
         with pytest.raises(InputError, match="unknown split"):
-            Settings(split="test")
+            MetricSettings(split="test")
         with pytest.raises(InputError, match="no features"):
-            Settings(features=())
+            MetricSettings(features=())
         with pytest.raises(InputError, match="steps must be a whole number from 1 to 10000"):
             Sampling(steps=0)
         for scale in (-3.0, float("nan"), float("inf")):
@@ -401,7 +401,7 @@ class TestRefused:
 
     def test_features_that_are_not_finite(self, model, data, tmp_path, monkeypatch):
         evaluation = Evaluation(data, tmp_path, replace(SETTINGS, num=4), progress=False)
-        network = evaluation.yardstick.networks["simple"]
+        network = evaluation.suite.networks["simple"]
         extract = network.extract
         monkeypatch.setattr(network, "extract", lambda images: extract(images) / 0)
         with pytest.raises(InputError, match="simple gives features that are not finite"):
@@ -448,7 +448,7 @@ class TestSanity:
     def judged(self, monkeypatch, model: Path, data: Path, out: Path, paint) -> dict:
         """What results.json says of a model that makes these pictures."""
         monkeypatch.setattr(Asked, "paint", paint)
-        settings = Settings(num=80, features=("simple",), metrics=("frechet", "kernel", "coverage"))
+        settings = MetricSettings(num=80, features=("simple",), metrics=("frechet", "kernel", "coverage"))
         return evaluate([Contender("ours", model, replace(QUICK, batch=80))], data, out, settings, progress=False)
 
     @pytest.mark.filterwarnings("ignore:ours has another codec:UserWarning")
@@ -493,12 +493,12 @@ class TestSanity:
         data = tmp_path / "data"
         settings = PrepareSettings(size=32, holdout=0.3, codec="pixels", near_duplicates="keep")
         prepare(Source("avatars", num=600, size=32), data, settings, 0, progress=False)
-        settings = Settings(num=150, features=("simple",), metrics=("frechet", "kernel", "coverage"))
-        checks = Evaluation(data, tmp_path / "out", settings, progress=False).yardstick.check()
+        settings = MetricSettings(num=150, features=("simple",), metrics=("frechet", "kernel", "coverage"))
+        checks = Evaluation(data, tmp_path / "out", settings, progress=False).suite.check()
         assert [check.metric for check in checks] == ["frechet", "kernel", "precision", "recall", "density", "coverage"]
         assert all(check.tells for check in checks), checks
         assert doubts_about(checks) == []
-        few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False).yardstick
+        few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False).suite
         assert few.check() == []
 
     def test_sentences(self):

@@ -75,13 +75,13 @@ def evaluate(
     from atoll.errors import InputError
     from atoll.experiments.evaluate import Sampling, name_contenders
     from atoll.experiments.evaluate import evaluate as measure
-    from atoll.experiments.measure import Settings
+    from atoll.experiments.measure import MetricSettings
     from atoll.experiments.tables import render_table
 
     if len(folders) < 2:
         raise InputError("there is nothing to evaluate: give one or several models, and then the data")
     *models, data = folders
-    settings = Settings(
+    settings = MetricSettings(
         num=num, seeds=seeds, first_seed=seed, features=features, metrics=metrics, split=split, clip=clip,
         neighbours=neighbours, num_reference=reference, varied=varied, each=each, device=device,
     )  # fmt: skip

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from atoll.errors import InputError
-from atoll.storage import write_json, write_whole
-from atoll.tensors import TensorFile
+from atoll.errors import InputError, shown
+from atoll.storage import read_json, write_json, write_whole
+from atoll.tensors import TensorFile, read_tensors
 
 ROWS = "rows"
 AGAIN = "remove it, and give the same command again"
@@ -79,6 +79,37 @@ class Store:
         with TensorFile(path, AGAIN) as file:
             found = file.entries.get(ROWS)
         return found.shape[0] if found is not None and found.shape else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Arrays and what is known of them, made by the models of `key`."""
+
+    key: Mapping[str, str]
+    about: Mapping[str, Any]
+    arrays: Mapping[str, NDArray[Any]]
+
+    @classmethod
+    def read(cls, folder: Path, name: str, key: Mapping[str, str]) -> "Snapshot | None":
+        """Returns None where there is nothing, or what there is was made by other models."""
+        path = folder / f"{name}.json"
+        if not path.exists():
+            return None
+        again = f"remove {path}, and run the demo again"
+        content = read_json(path, again)
+        if content.get("key") != key:
+            return None
+        if not isinstance(about := content.get("about"), dict):
+            raise InputError(f"{path} is damaged, its 'about' is {shown(about)}: {again}")
+        tensors = read_tensors(folder / f"{name}.safetensors", again)
+        return cls(key, about, {name: tensor.numpy() for name, tensor in tensors.items()})
+
+    def write(self, folder: Path, name: str) -> None:
+        """Writes the JSON file last: it says that the other is there."""
+        arrays = {key: np.ascontiguousarray(array) for key, array in self.arrays.items()}
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        write_whole(folder / f"{name}.safetensors", lambda staged: save_file(arrays, staged))
+        write_json(folder / f"{name}.json", {"key": dict(self.key), "about": dict(self.about)})
 
 
 def write_text(path: Path, content: str) -> None:

@@ -33,9 +33,9 @@ from atoll.experiments.measure import (
     MOST_PICTURES,
     Figure,
     Figures,
-    Pictures,
-    Settings,
-    Yardstick,
+    Images,
+    MetricSettings,
+    MetricSuite,
     reference_labels,
 )
 from atoll.experiments.sanity import crowded, doubts_about
@@ -98,7 +98,7 @@ class Asked:
     clusters: NDArray[np.int64] | None = None  # of the pictures that the captions belong to
 
     def paint(self, some: slice, output_type: str = "pt") -> Tensor:
-        """Pictures [n, 3, S, S] in [0, 1], or their latents."""
+        """Images [n, 3, S, S] in [0, 1], or their latents."""
         seeds = [self.first_seed + i for i in range(some.start, some.stop)]
         captions, how = self.captions[some], self.sampling
         if how.routing != "oracle" and how.solver not in SAMPLERS:
@@ -138,7 +138,7 @@ def evaluate(
     contenders: Sequence[Contender],
     data: Path,
     out: Path,
-    settings: Settings,
+    settings: MetricSettings,
     cluster: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def evaluate(
         write_json(out / "results.json", results)
         write_text(out / "results.md", render_table(results))
         save_picture(draw_metrics(judged), out / "metrics.png")
-        rows = {REAL: evaluation.real_pictures()} | {one.name: evaluation.first_pictures(one) for one in contenders}
+        rows = {REAL: evaluation.real_images()} | {one.name: evaluation.first_images(one) for one in contenders}
         save_picture(draw_samples(rows, evaluation.prompts[:ON_A_SHEET]), out / "samples.png")
     return results
 
@@ -173,13 +173,13 @@ def name_contenders(models: Sequence[Path], sampling: Sampling) -> list[Contende
 
 
 class Evaluation:
-    """Prompts, seeds and a yardstick, the same for all models: `judge` gives the figures of one of them."""
+    """Prompts, seeds and a suite of metrics, the same for all models: `judge` gives the figures of one of them."""
 
     def __init__(
         self,
         data: Path,
         out: Path,
-        settings: Settings,
+        settings: MetricSettings,
         prompts: Sequence[str] | None = None,
         cluster: int | None = None,
         progress: bool = True,
@@ -191,7 +191,7 @@ class Evaluation:
         self.left_out: dict[str, str] = {}
         self.notes: list[str] = []
         self.metrics = self._choose_metrics()
-        self.yardstick = Yardstick(self.rows, out, settings, self.metrics, progress)
+        self.suite = MetricSuite(self.rows, out, settings, self.metrics, progress)
         self._note_sizes()
 
     # --- what is asked ----------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Evaluation:
             )
         if "frechet" not in self.metrics:
             return
-        for name, network in self.yardstick.networks.items():
+        for name, network in self.suite.networks.items():
             if num <= network.dim:
                 self.notes.append(
                     f"{num} pictures span fewer than the {network.dim} dimensions of {name}: for that alone the "
@@ -287,9 +287,9 @@ class Evaluation:
                 "license": about["license"],
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
-            "reference": {"split": "train", "num": self.yardstick.num_reference, "pictures": "decoded from latents"},
+            "reference": {"split": "train", "num": self.suite.num_reference, "pictures": "decoded from latents"},
             "settings": {**asked, "metrics": list(self.metrics)},
-            "networks": self.yardstick.describe(),
+            "networks": self.suite.describe(),
             "left_out": self.left_out,
             "notes": self.notes,
         }
@@ -298,7 +298,7 @@ class Evaluation:
 
     def real(self) -> list[dict[str, Any]]:
         """The same figures of real pictures that are not in the reference: what a model cannot surpass by much."""
-        num, figures = self.yardstick.measure_real()
+        num, figures = self.suite.measure_real()
         if not figures:
             self.notes.append(
                 f"Of real pictures outside of the reference there are {num}, too few to measure: they have no column."
@@ -309,21 +309,21 @@ class Evaluation:
                 f"Only {plural(num, 'real picture')} outside of the reference: their distances are larger than "
                 f"those of {self.settings.num} would be."
             )
-        return [{"name": REAL, "num": num, "seeds": 1, "figures": self.yardstick.combine([figures])}]
+        return [{"name": REAL, "num": num, "seeds": 1, "figures": self.suite.combine([figures])}]
 
     def doubt(self, judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What results.json says of whether the figures can be trusted; what speaks against it is a warning too."""
-        checks = self.yardstick.check()
+        checks = self.suite.check()
         told = [*doubts_about(checks), *crowded(judged)]
         for text in told:
             warnings.warn(text.rstrip("."), stacklevel=3)
         found = {f"{check.metric}/{check.network}": check.describe() for check in checks}
         return {"sanity": found, "notes": [*told, *self.notes]}
 
-    def real_pictures(self) -> Pictures:
+    def real_images(self) -> Images:
         """Those that the first prompts belong to."""
         assert self._prompt_rows is not None
-        return self.yardstick.pictures_of_rows(self._prompt_rows[:ON_A_SHEET])
+        return self.suite.pictures_of_rows(self._prompt_rows[:ON_A_SHEET])
 
     # --- the models -------------------------------------------------------------------------------------------------
 
@@ -337,14 +337,14 @@ class Evaluation:
         settings = self.settings
         pipe = self._open(contender)
         seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
-        figures = self.yardstick.combine(
+        figures = self.suite.combine(
             [self._judge_set(self._ask(pipe, contender, seed), contender) for seed in seeds]
         )
         if "diversity" in self.metrics:
-            figures |= self.yardstick.combine([self._judge_varied(pipe, contender)])
+            figures |= self.suite.combine([self._judge_varied(pipe, contender)])
         if "flops" in self.metrics:
             asked = self._ask(pipe, contender, settings.first_seed)
-            figures |= self.yardstick.combine([{"flops_an_image": Figure(count_flops(asked))}])
+            figures |= self.suite.combine([{"flops_an_image": Figure(count_flops(asked))}])
         return {
             "name": contender.name,
             "hash": pipe.index.hash,
@@ -355,10 +355,10 @@ class Evaluation:
             "figures": figures,
         }
 
-    def first_pictures(self, contender: Contender) -> Pictures:
+    def first_images(self, contender: Contender) -> Images:
         """Of the first prompts, which `judge` has made."""
         asked = self._ask(self._open(contender), contender, self.settings.first_seed)
-        found: list[Pictures] = []
+        found: list[Images] = []
         for part in self._pictures(asked, contender):
             found.append(part)
             if sum(map(len, found)) >= ON_A_SHEET:
@@ -367,7 +367,7 @@ class Evaluation:
 
     def _open(self, contender: Contender) -> AtollPipeline:
         pipe = AtollPipeline.from_pretrained(
-            contender.model, device=self.yardstick.device, conversion=contender.sampling.conversion
+            contender.model, device=self.suite.device, conversion=contender.sampling.conversion
         )
         if pipe.index.latent_space.codec.fingerprint != self.rows.data.about["codec"]["fingerprint"]:
             warnings.warn(
@@ -399,7 +399,7 @@ class Evaluation:
             "sampling": asdict(sampling),
             "prompts": prompts,
             "seed": first_seed,
-            "device": self.yardstick.device.type,
+            "device": self.suite.device.type,
         }
         if sampling.routing == "oracle":
             clusters = self._clusters(pipe, contender)[places]
@@ -418,7 +418,7 @@ class Evaluation:
             )
         return found
 
-    def _pictures(self, asked: Asked, contender: Contender) -> Iterator[Pictures]:
+    def _pictures(self, asked: Asked, contender: Contender) -> Iterator[Images]:
         """A batch at a time; what is in the store is read."""
         what = f"{contender.name} draws"
         return self._store(asked).rows(
@@ -434,15 +434,15 @@ class Evaluation:
             pass  # into the store, from which each network reads them
         figures: Figures = {}
         labels = [self._labels[i % len(self._labels)] for i in range(len(asked.captions))]
-        for name in self.yardstick.networks:
-            vectors = self.yardstick.vectors(name, self._store(asked), len(asked.captions), contender.name)
-            figures |= self.yardstick.compare(name, vectors, labels, alone=self.settings.seeds == 1)
-        return figures | self.yardstick.look(self._pictures(asked, contender), asked.captions, contender.name)
+        for name in self.suite.networks:
+            vectors = self.suite.vectors(name, self._store(asked), len(asked.captions), contender.name)
+            figures |= self.suite.compare(name, vectors, labels, alone=self.settings.seeds == 1)
+        return figures | self.suite.look(self._pictures(asked, contender), asked.captions, contender.name)
 
     def _judge_varied(self, pipe: AtollPipeline, contender: Contender) -> Figures:
         pictures = np.concatenate(list(self._pictures(self._ask_varied(pipe, contender), contender)))
         each = self.settings.each
-        return self.yardstick.measure_groups(pictures[i : i + each] for i in range(0, len(pictures), each))
+        return self.suite.measure_groups(pictures[i : i + each] for i in range(0, len(pictures), each))
 
 
 def _resolved(sampling: Sampling, pipe: AtollPipeline) -> Sampling:

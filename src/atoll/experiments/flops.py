@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from atoll.training.loop import Task
+from atoll.training.task import Task
 
 
 @contextmanager

@@ -35,12 +35,12 @@ MOST_FOR_PAIRS = 10_000  # images whose distances to each other are computed
 MOST_PICTURES = 10**6  # of one seed: the seeds of their noise are counted in these
 ROWS_A_FILE = 256
 
-Pictures = NDArray[np.uint8]
+Images = NDArray[np.uint8]
 Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Settings:
+class MetricSettings:
     """What is measured."""
 
     num: int = 1000  # pictures of each seed
@@ -87,15 +87,15 @@ def shuffled(rows: DatasetView) -> NDArray[np.int64]:
     return np.random.default_rng(1).permutation(rows.train)
 
 
-def reference_labels(rows: DatasetView, settings: Settings) -> list[str]:
+def reference_labels(rows: DatasetView, settings: MetricSettings) -> list[str]:
     return rows.data.texts("label", shuffled(rows)[: settings.num_reference])
 
 
-class Yardstick:
+class MetricSuite:
     """The networks, and the reference that pictures are compared with: the training pictures, through the codec."""
 
     def __init__(
-        self, rows: DatasetView, out: Path, settings: Settings, metrics: Sequence[str], progress: bool
+        self, rows: DatasetView, out: Path, settings: MetricSettings, metrics: Sequence[str], progress: bool
     ) -> None:
         self.rows, self.out, self.settings, self.progress = rows, out, settings, progress
         self.metrics = frozenset(metrics)
@@ -141,8 +141,7 @@ class Yardstick:
         found = {}
         for name in self.networks:
             vectors = self._vectors_of_rows(name, "train", self.shuffled, self.num_reference)
-            moments = Moments.over(np.array_split(vectors, 1 + len(vectors) // 4096))
-            found[name] = (moments, vectors[:MOST_FOR_PAIRS])
+            found[name] = (Moments.of(vectors), vectors[:MOST_FOR_PAIRS])
         return found
 
     @cached_property
@@ -156,7 +155,7 @@ class Yardstick:
             for name in self.networks
         }
 
-    def pictures_of_rows(self, rows: NDArray[np.int64]) -> Pictures:
+    def pictures_of_rows(self, rows: NDArray[np.int64]) -> Images:
         """As their latents give them: what the codec loses is not held against a model."""
         self.rows.latents(rows)  # refuses damaged ones
         return decode_rows(self.rows.data, rows, self.codec, side=2**20)
@@ -167,7 +166,7 @@ class Yardstick:
         which: str,
         rows: NDArray[np.int64],
         num: int,
-        change: Callable[[Pictures], Pictures] = lambda pictures: pictures,
+        change: Callable[[Images], Images] = lambda pictures: pictures,
     ) -> Vectors:
         """Of the first of some rows, whose order and change depend on nothing but the data and `which`."""
         codec = self.rows.data.about["codec"]["fingerprint"]
@@ -256,7 +255,7 @@ class Yardstick:
         about = self.networks[name].describe()
         return {"fingerprint": about["fingerprint"], "dtype": about["dtype"]}
 
-    def _extract(self, name: str, pictures: Pictures) -> Vectors:
+    def _extract(self, name: str, pictures: Images) -> Vectors:
         if pictures.dtype != np.uint8 or pictures.ndim != 4 or pictures.shape[3] != 3:
             raise InputError(
                 f"there are rows {list(pictures.shape)} of {pictures.dtype} in place of pictures: remove what is in "
@@ -292,7 +291,7 @@ class Yardstick:
             figures[f"label_accuracy/{name}"] = mean_of(right)
         return figures
 
-    def look(self, batches: Iterator[Pictures], captions: Sequence[str], what: str) -> Figures:
+    def look(self, batches: Iterator[Images], captions: Sequence[str], what: str) -> Figures:
         """What is seen in the pictures themselves, which come a batch at a time."""
         scores: list[float] = []
         right: list[float] = []
@@ -324,7 +323,7 @@ class Yardstick:
             figures["prompt_accuracy"] = mean_of(right)
         return figures
 
-    def measure_groups(self, groups: Iterator[Pictures]) -> Figures:
+    def measure_groups(self, groups: Iterator[Images]) -> Figures:
         """How far apart the pictures of one prompt are, on average over prompts."""
         assert self.distance is not None
         found = [self.distance.mean_over_pairs([images_of(group).to(self.device)]) for group in groups]

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from atoll.cards import INDEX
 from atoll.config import build
 from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.download import PACKAGES, fetch
@@ -40,19 +39,17 @@ from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.data.view import refuse_inside
 from atoll.encoders.features import make_features
-from atoll.engines.local import find_slots, run_jobs
-from atoll.engines.train_all import job_of
+from atoll.engines.local import find_slots
 from atoll.errors import InputError
 from atoll.experiments.cache import write_text
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, Evaluation, Sampling
 from atoll.experiments.flops import flops_of_step
-from atoll.experiments.measure import Pictures
-from atoll.experiments.measure import Settings as Measured
+from atoll.experiments.graph import Graph, ModelNode, PartNode
+from atoll.experiments.measure import Images, MetricSettings
 from atoll.experiments.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of
 from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_results
 from atoll.partition.partition import partition
 from atoll.plots.contact_sheet import draw_samples, save_picture
-from atoll.sampling.assemble import assemble
 from atoll.storage import alone, make_folder, open_regular, read_json, reason_of, write_json
 from atoll.training.expert import ExpertTask
 from atoll.training.router import RouterTask
@@ -121,8 +118,8 @@ class Plan:
     def sampling(self) -> Sampling:
         return Sampling(guidance=self.guidance, steps=self.steps, batch=self.batch)
 
-    def measured(self, device: str) -> Measured:
-        return Measured(
+    def measured(self, device: str) -> MetricSettings:
+        return MetricSettings(
             num=self.num, split=self.split, num_reference=self.reference, features=self.features, varied=self.varied,
             each=self.each, device=device,
         )  # fmt: skip
@@ -188,7 +185,7 @@ def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progre
     with alone(out):
         _check_same(out, recipe, data if named else None)
         folder = recipe.data.make(data, out, progress) if named else Path(data)
-        return _Reproduction(studies, folder, out, recipe, progress).go()
+        return _Reproduction(studies, folder, out, recipe, progress).run()
 
 
 def _check(recipe: Recipe, parts: Sequence[Part]) -> None:
@@ -219,26 +216,25 @@ class _Reproduction:
         self.parts = parts_of(studies.values())
         self.seeds = range(recipe.plan.seeds)
 
-    def go(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         for clusters in dict.fromkeys(part.clusters for part in self.parts):
             self._partition(clusters)
-        self._train()
-        for study in self.studies.values():
-            for model in {row.model for row in study.rows}:
-                for seed in self.seeds:
-                    self._assemble(model, seed)
+        models = dict.fromkeys(row.model for study in self.studies.values() for row in study.rows)
+        graph = Graph(
+            [self._part(part, seed) for seed in self.seeds for part in self.parts],
+            [self._model(model, seed) for model in models for seed in self.seeds],
+        )
+        graph.train(self.recipe.expert.device, self.progress)
+        graph.assemble()
         judged = self._judge()
         results = self._results(judged)
         write_json(self.out / "results.json", results)
         write_text(self.out / "results.md", render_results(results))
         for name, study in self.studies.items():
-            rows = results["studies"][name]["rows"]
-            save_picture(draw_metrics(rows, SHOWN), self.out / f"{name}.png")
+            save_picture(draw_metrics(results["studies"][name]["rows"], SHOWN), self.out / f"{name}.png")
             real = judged[self._real(study)]
-            drawn = {REAL: real.pictures} | {
-                row.label: judged[self._asked(study, row, 0)].pictures for row in study.rows
-            }
-            save_picture(draw_samples(drawn, real.captions), self.out / f"{name}_samples.png")
+            rows = {row.label: judged[self._measured(study, row, 0)].images for row in study.rows}
+            save_picture(draw_samples({REAL: real.images, **rows}, real.captions), self.out / f"{name}_samples.png")
         return results
 
     # --- making -----------------------------------------------------------------------------------------------------
@@ -249,7 +245,8 @@ class _Reproduction:
     def _partition(self, clusters: Clusters) -> None:
         folder = self._data_of(clusters)
         if (folder / "clusters" / "partition.json").exists():
-            if self._is_of(folder):
+            ours, theirs = Dataset.open(self.data).about, Dataset.open(folder).about
+            if all(ours[key] == theirs[key] for key in ("source", "settings", "codec")):
                 return
             raise InputError(f"{self.out} was begun with other data than {self.data}: choose another --out")
         staged = folder.with_name(f".{folder.name}.partial")
@@ -265,92 +262,70 @@ class _Reproduction:
         partition(staged, clusters.num, method=clusters.method, cap=balance, progress=self.progress)
         staged.rename(folder)
 
-    def _is_of(self, folder: Path) -> bool:
-        """Whether a partition is one of our data."""
-        ours, theirs = Dataset.open(self.data).about, Dataset.open(folder).about
-        return all(ours[key] == theirs[key] for key in ("source", "settings", "codec"))
-
     def _folder_of(self, part: Part, seed: int) -> Path:
         return self.out / f"seed_{seed}" / "parts" / part.name
 
-    def _train(self) -> None:
-        self._train_some([part for part in self.parts if part.first is None])
-        self._train_some([part for part in self.parts if part.first is not None])
+    def _part(self, part: Part, seed: int) -> PartNode:
+        data, settings = self._data_of(part.clusters), self.recipe.settings_of(part, seed)
+        name, folder = f"seed {seed} {part.name}", self._folder_of(part, seed)
+        if part.is_router:
+            return PartNode.router(name, data, folder, settings)
+        init = None if part.first is None else self._folder_of(part.first, seed)
+        return PartNode.expert(name, data, part.cluster, folder, settings, init)
 
-    def _train_some(self, parts: Sequence[Part]) -> None:
-        jobs = []
-        for seed in self.seeds:
-            for part in parts:
-                data, settings = self._data_of(part.clusters), self.recipe.settings_of(part, seed)
-                verb = ["train-router", str(data)]
-                if not part.is_router:
-                    verb = ["train", str(data), "--cluster", part.where]
-                if part.first is not None:
-                    verb += ["--init", str(self._folder_of(part.first, seed))]
-                jobs.append(job_of(f"seed {seed} {part.name}", verb, self._folder_of(part, seed), settings))
-        # The longest first: no core idles long at the end.
-        jobs.sort(key=lambda job: "_all" not in job.name)
-        device = self.recipe.expert.device
-        run_jobs(jobs, find_slots(device), progress=self.progress, environment={"OMP_NUM_THREADS": "1"})
+    def _model(self, model: Model, seed: int) -> ModelNode:
+        router = None if model.router is None else self._part(model.router, seed)
+        experts = [self._part(part, seed) for part in model.experts]
+        return ModelNode(self._model_folder(model, seed), self._data_of(model.experts[0].clusters), experts, router)
 
-    def _model_of(self, model: Model, seed: int) -> Path:
+    def _model_folder(self, model: Model, seed: int) -> Path:
         return self.out / f"seed_{seed}" / "models" / model.name
 
-    def _assemble(self, model: Model, seed: int) -> None:
-        folder = self._model_of(model, seed)
-        if (folder / INDEX).exists():
-            return
-        experts = [self._folder_of(part, seed) for part in model.experts]
-        router = None if model.router is None else self._folder_of(model.router, seed)
-        data = self._data_of(model.experts[0].clusters)
-        assemble(experts, router, folder, data, without_router=router is None)
+    # --- measuring --------------------------------------------------------------------------------------------------
 
-    # --- judging ----------------------------------------------------------------------------------------------------
-
-    def _judge(self) -> dict["_Asked", "_Judged"]:
-        """Each row of each seed once, however many tables it is in."""
-        real = dict.fromkeys(self._real(study) for study in self.studies.values())
-        every = [(study, row) for study in self.studies.values() for row in study.rows]
-        rows = dict.fromkeys(self._asked(study, row, seed) for seed in self.seeds for study, row in every)
+    def _judge(self) -> dict["_Row", "_Measured"]:
+        """Measures each row of each seed once, however many tables it is in, by one process per slot."""
+        studies = self.studies.values()
+        real = dict.fromkeys(self._real(study) for study in studies)
+        rows = dict.fromkeys(
+            self._measured(study, row, seed) for seed in self.seeds for study in studies for row in study.rows
+        )
         slots = find_slots(self.recipe.expert.device)[: len(rows)]
         context = get_context("spawn")
         environments = context.SimpleQueue()
         for slot in slots:
             environments.put(dict(slot))
-        found = {}
+        measure = partial(_measure, self.out / "evaluation", self.recipe.plan.measured(self.recipe.expert.device))
+        judged = {}
         with (
             ProcessPoolExecutor(len(slots), context, _begin, (environments,)) as pool,
             tqdm(total=len(real) + len(rows), desc="judging", unit=" rows", disable=not self.progress) as bar,
         ):
             try:
                 for some in (real, rows):  # what all are compared with is there before it is needed
-                    futures = {pool.submit(_judge_row, self._evaluation, asked): asked for asked in some}
+                    futures = {pool.submit(measure, row): row for row in some}
                     for future in as_completed(futures):
-                        found[futures[future]] = future.result()
+                        judged[futures[future]] = future.result()
                         bar.update()
             except BrokenProcessPool as error:
                 raise InputError(
                     "a process that judges was killed, perhaps for lack of memory: rerun the same command to resume, "
-                    "or have fewer pictures at a time, by `batch` in [study]"
+                    "or have fewer images at a time, by `batch` in [study]"
                 ) from error
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        return found
+        return judged
 
-    @property
-    def _evaluation(self) -> "_Judging":
-        return _Judging(self.out / "evaluation", self.recipe.plan.measured(self.recipe.expert.device))
+    def _real(self, study: Study) -> "_Row":
+        return _Row(self._data_of(study.clusters), study.cluster)
 
-    def _real(self, study: Study) -> "_Asked":
-        return _Asked(self._data_of(study.clusters), study.cluster)
-
-    def _asked(self, study: Study, row: Row, seed: int) -> "_Asked":
-        return self._real(study)._replace(model=self._model_of(row.model, seed), sampling=row.sampling)
+    def _measured(self, study: Study, row: Row, seed: int) -> "_Row":
+        return self._real(study)._replace(model=self._model_folder(row.model, seed), sampling=row.sampling)
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def _results(self, judged: Mapping["_Asked", "_Judged"]) -> dict[str, Any]:
+    def _results(self, judged: Mapping["_Row", "_Measured"]) -> dict[str, Any]:
         about = Dataset.open(self.data).about
         return {
             "data": {"name": about["source"]["name"], "pictures": about["counts"]["rows"], "license": about["license"]},
@@ -360,10 +335,10 @@ class _Reproduction:
             "studies": {name: self._tell(study, judged) for name, study in self.studies.items()},
         }
 
-    def _tell(self, study: Study, judged: Mapping["_Asked", "_Judged"]) -> dict[str, Any]:
+    def _tell(self, study: Study, judged: Mapping["_Row", "_Measured"]) -> dict[str, Any]:
         rows: list[dict[str, Any]] = [{"name": REAL, "figures": judged[self._real(study)].about["figures"]}]
         for row in study.rows:
-            of_seeds = [judged[self._asked(study, row, seed)].about for seed in self.seeds]
+            of_seeds = [judged[self._measured(study, row, seed)].about for seed in self.seeds]
             about = {"hash": [one["hash"] for one in of_seeds], "sampling": asdict(row.sampling)}
             figures = over_seeds([one["figures"] for one in of_seeds])
             rows.append({"name": row.label, "hddm": row.hddm, "ddm": row.ddm, **about, "figures": figures})
@@ -412,15 +387,8 @@ def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:
     Thread(target=follow, daemon=True).start()
 
 
-class _Judging(NamedTuple):
-    """Where and how all is judged."""
-
-    out: Path
-    measured: Measured
-
-
-class _Asked(NamedTuple):
-    """A model, sampled in some way; without one, real pictures."""
+class _Row(NamedTuple):
+    """A model, sampled in some way; without one, real images."""
 
     data: Path
     cluster: int | None
@@ -428,25 +396,25 @@ class _Asked(NamedTuple):
     sampling: Sampling = Sampling()
 
 
-class _Judged(NamedTuple):
-    """What a process tells of it."""
+class _Measured(NamedTuple):
+    """What a process tells of a row."""
 
     about: dict[str, Any]
-    pictures: Pictures
+    images: Images
     captions: list[str]
 
 
 @cache
-def _open(how: _Judging, data: Path, cluster: int | None) -> Evaluation:
-    """Networks and reference, once a process."""
-    return Evaluation(data, how.out, how.measured, cluster=cluster, progress=False)
+def _open(out: Path, settings: MetricSettings, data: Path, cluster: int | None) -> Evaluation:
+    """Networks and reference, once per process."""
+    return Evaluation(data, out, settings, cluster=cluster, progress=False)
 
 
-def _judge_row(how: _Judging, asked: _Asked) -> _Judged:
-    evaluation = _open(how, asked.data, asked.cluster)
+def _measure(out: Path, settings: MetricSettings, row: _Row) -> _Measured:
+    evaluation = _open(out, settings, row.data, row.cluster)
     captions = evaluation.prompts[:ON_A_SHEET]
-    if asked.model is None:
+    if row.model is None:
         (about, *_) = evaluation.real() or [{"figures": {}}]
-        return _Judged(about, evaluation.real_pictures(), captions)
-    contender = Contender(asked.model.name, asked.model, asked.sampling)
-    return _Judged(evaluation.judge(contender), evaluation.first_pictures(contender), captions)
+        return _Measured(about, evaluation.real_images(), captions)
+    contender = Contender(row.model.name, row.model, row.sampling)
+    return _Measured(evaluation.judge(contender), evaluation.first_images(contender), captions)

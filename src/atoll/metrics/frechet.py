@@ -1,6 +1,5 @@
 """The Frechet distance between two clouds of features, each taken for a Gaussian (FID, with any features)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,51 +29,11 @@ class Moments:
         found = check_finite(features)
         return cls(found.mean(0), np.atleast_2d(np.cov(found, rowvar=False)), len(found))
 
-    @classmethod
-    def over(cls, batches: Iterable[NDArray[np.floating]]) -> "Moments":
-        """From features[n, D] that come one batch after another and are not kept."""
-        total: Scatter | None = None
-        for batch in batches:
-            if len(batch):
-                part = Scatter.of(batch)
-                total = part if total is None else total.merge(part)
-        if total is None:
-            raise InputError("there are no features: a covariance needs at least 2")
-        return total.moments()
-
     @cached_property
     def root(self) -> NDArray[np.float64]:
         """The symmetric square root of the covariance."""
         values, vectors = np.linalg.eigh(self.covariance)
         return np.asarray((vectors * np.sqrt(values.clip(min=0))) @ vectors.T)
-
-
-class Scatter(NamedTuple):
-    """What the moments of a part are made of, so that parts can be put together (Chan, Golub and LeVeque 1983)."""
-
-    num: int
-    mean: NDArray[np.float64]  # [D]
-    products: NDArray[np.float64]  # [D, D], summed products of deviations from the mean
-
-    @classmethod
-    def of(cls, features: NDArray[np.floating]) -> "Scatter":
-        """From features[n, D], of which one is enough."""
-        found = check_finite(features)
-        mean = found.mean(0)
-        away = found - mean
-        return cls(len(found), mean, away.T @ away)
-
-    def merge(self, other: "Scatter") -> "Scatter":
-        """Deviations are kept about each part's own mean: sums of raw squares would cancel where means are large."""
-        num = self.num + other.num
-        apart = other.mean - self.mean
-        products = self.products + other.products + np.outer(apart, apart) * (self.num * other.num / num)
-        return Scatter(num, self.mean + apart * (other.num / num), products)
-
-    def moments(self) -> Moments:
-        if self.num < 2:
-            raise InputError("there are features of one image alone: a covariance needs at least 2")
-        return Moments(self.mean, self.products / (self.num - 1), self.num)
 
 
 def check_finite(features: NDArray[np.floating]) -> NDArray[np.float64]:
