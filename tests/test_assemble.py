@@ -91,7 +91,7 @@ class TestWhole:
                  for name in ("config.json", "model.safetensors", "calibration.safetensors")}  # fmt: skip
         parts |= {f"{part}/{name}" for part in ("router", "vae", "text_encoder")
                   for name in ("config.json", "model.safetensors")}  # fmt: skip
-        assert files_in(tmp_path / "model") == parts | {"model_index.json"}
+        assert files_in(tmp_path / "model") == parts | {"model_index.json", "README.md"}
         assert index == ModelIndex.read(tmp_path / "model")
         assert index.objectives == KINDS
         assert set(index.files) == parts
@@ -100,6 +100,29 @@ class TestWhole:
         assert json.loads(text)["_class_name"] == "AtollPipeline"
         assert str(run) not in text  # no path of this machine
         index.verify(tmp_path / "model")
+
+    def test_its_page_for_the_hub(self, data, mine, tmp_path):
+        edit(mine / "expert_0", "license", value="CC-BY-4.0 | <b>`x`\x1b[31m")
+        index = assemble([mine], None, tmp_path / "model", data)
+        page = (tmp_path / "model" / "README.md").read_text()
+        head, _, text = page.removeprefix("---\n").partition("---\n")
+        about = {key: json.loads(value) for key, value in (line.split(": ", 1) for line in head.splitlines())}
+        assert about["library_name"] == "atoll"
+        assert about["pipeline_tag"] == "text-to-image"
+        assert about["datasets"] == ["avatars"]
+        assert "| expert\\_1 | ddpm | avatars | 1 |" in text
+        assert index.hash in text
+        assert "\x1b" not in page
+        assert "<b>" not in text.replace("\\<b\\>", "")
+        assert str(mine) not in page
+
+    def test_a_page_that_was_edited_is_kept(self, data, run, tmp_path):
+        assemble([run], None, tmp_path / "model", data)
+        assemble([run], None, tmp_path / "model", data)
+        with (tmp_path / "model" / "README.md").open("a") as page:
+            page.write("mine")
+        with pytest.raises(InputError, match=r"holds README.md, which is not of the model"):
+            assemble([run], None, tmp_path / "model", data)
 
     def test_order_does_not_matter(self, data, run, tmp_path):
         one = assemble([run], None, tmp_path / "a", data)

@@ -1,5 +1,6 @@
 """Parts that were made apart as one model: a folder in the layout of the published Paris model.
 
+MODEL/README.md                  its page on the hub: what it is, who trained what
 MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
 MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if it was
 MODEL/router/                    config.json, model.safetensors; one expert needs none
@@ -42,12 +43,13 @@ from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.router import Router
 from atoll.networks.stored import CONFIG, WEIGHTS, folder_of, push_folder
+from atoll.sampling.model_card import README, is_ours, write_model_card
 from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
 ROUTER = "router"
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its training state stays where it is
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
-PATTERNS = (INDEX, *(f"*/*{suffix}" for suffix in SUFFIXES))
+PATTERNS = (INDEX, README, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
@@ -129,6 +131,7 @@ def assemble(
             license=_joined(licenses), files=files,
         )  # fmt: skip
         index.write(staged)
+        write_model_card(staged, index)
     return index
 
 
@@ -145,13 +148,17 @@ def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
         for _ in _place_all(parts, staged):
             pass
         index.write(staged)
+        write_model_card(staged, index)
 
 
 def push_model(folder: Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
     """Upload to the Hugging Face hub; returns where it can be seen. Only files that the index names, as it does."""
     index = ModelIndex.read(folder)
     index.verify(folder)
-    return push_folder(folder, [INDEX, *index.files], repo_id, private, token)
+    if not os.path.lexists(folder / README):
+        write_model_card(folder, index)
+    file_digest(folder / README, folder)  # no link out of the folder, nothing huge
+    return push_folder(folder, [INDEX, README, *index.files], repo_id, private, token)
 
 
 def objective_name(objective: Objective) -> str:
@@ -354,12 +361,13 @@ def check_free(out: Path) -> None:
     if INDEX not in found:
         raise InputError(f"{out} is not empty and not a model: choose another folder, it is left as it is")
     try:
-        files = ModelIndex.read(out).files
+        index = ModelIndex.read(out)
     except InputError as error:
         raise InputError(
             f"{out} holds a model that is damaged or too old: move it, or choose another folder"
         ) from error
-    ours = {INDEX, *files, *(Path(name).parts[0] for name in files)}
+    ours = {INDEX, *index.files, *(Path(name).parts[0] for name in index.files)}
+    ours |= {README} if README in found and is_ours(out, index) else set()
     for name in found:
         if name not in ours:
             raise InputError(f"{out} holds {name}, which is not of the model in it: move it, or choose another folder")

@@ -1,0 +1,91 @@
+"""The page that a model shows on the Hugging Face hub: README.md, with the hub's metadata at its head."""
+
+import json
+from pathlib import Path
+
+from atoll.cards import ExpertCard, ModelIndex
+from atoll.errors import InputError, printable
+from atoll.storage import read_bytes, write_whole
+
+README = "README.md"
+MAX_README = 1 << 20
+TEXT = """
+# {title}
+
+A text-to-image model of {experts}, each trained in isolation on its own cluster of the data and mixed by a router at
+sampling time, as in [decentralized diffusion models](https://arxiv.org/abs/2603.06741). It was assembled by Atoll.
+
+    pip install atoll
+    atoll sample THIS_MODEL "a prompt"
+
+```python
+from atoll import AtollPipeline
+
+pipe = AtollPipeline.from_pretrained("THIS_MODEL")
+pipe("a prompt", seed=0).images[0].save("image.png")
+```
+
+## Who trained what
+
+| expert | objective | data | cluster | images | samples seen | held-out loss | licence |
+|---|---|---|---|---|---|---|---|
+{rows}
+
+Images are {side} x {side} pixels. Codec: `{codec}`; text encoder: `{text}`. Licence of the whole: {license}.
+
+Hash of the model: `{hash}`.
+"""
+
+
+def model_card(folder: Path, index: ModelIndex) -> str:
+    """Returns the page of a model that lies in `folder`."""
+    rows, datasets, bases = [], [], []
+    for part in index.experts:
+        if part is None or not (folder / part.folder).is_dir():
+            rows.append("| missing | | | | | | | |")
+            continue
+        card = ExpertCard.read(folder / part.folder)
+        data, training = card.data, card.training or {}
+        held_out = training.get("held_out")
+        loss = held_out.get("loss") if isinstance(held_out, dict) else None
+        cells = [part.folder, part.objective.name, data and data.name, part.cluster, data and data.pictures,
+                 training.get("samples"), f"{loss:.4f}" if isinstance(loss, float) else None, card.license]  # fmt: skip
+        rows.append("| " + " | ".join("" if cell is None else _cell(cell) for cell in cells) + " |")
+        datasets += [data.name] if data and data.name else []
+        bases += [str(card.init["name"])] if card.init and "name" in card.init else []
+    head = {
+        "library_name": "atoll",
+        "pipeline_tag": "text-to-image",
+        "license": index.license if " " not in index.license and index.license != "unknown" else "other",
+        "datasets": sorted(set(datasets)),
+        "base_model": sorted(set(bases)),
+        "tags": ["diffusion", "decentralized-diffusion", "mixture-of-experts"],
+    }
+    lines = [f"{key}: {printable(json.dumps(value, ensure_ascii=False))}" for key, value in head.items() if value]
+    space = index.latent_space
+    num = index.num_experts
+    text = TEXT.format(
+        title="A decentralized diffusion model" if num > 1 else "A diffusion model",
+        experts=f"{num} experts" if num > 1 else "one expert",
+        rows="\n".join(rows), side=space.shape[1] * space.codec.factor, codec=_cell(space.codec.spec),
+        text=_cell(index.text_encoder.spec), license=_cell(index.license), hash=index.hash,
+    )  # fmt: skip
+    return "\n".join(["---", *lines, "---", text])
+
+
+def _cell(value: object) -> str:
+    """A stranger's value as one cell of a table: no markup, no line breaks."""
+    return printable(str(value), 200).translate({ord(mark): f"\\{mark}" for mark in "|`[]<>*_"})
+
+
+def write_model_card(folder: Path, index: ModelIndex) -> None:
+    content = model_card(folder, index)
+    write_whole(folder / README, lambda staged: staged.write_text(content, encoding="utf-8"))
+
+
+def is_ours(folder: Path, index: ModelIndex) -> bool:
+    """Whether README.md is as it was written: what people have changed is theirs."""
+    try:
+        return read_bytes(folder / README, MAX_README) == model_card(folder, index).encode()
+    except (OSError, InputError):
+        return False
