@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,32 +29,17 @@ MIDDLE = FRAME / 2
 SIZES = (16, 256)
 
 COLOURS = {
-    "orange": "#f6893d",
-    "yellow": "#f8c83c",
-    "green": "#58b868",
-    "blue": "#4a90e2",
-    "purple": "#9a6ae0",
-    "pink": "#f27bae",
-    "red": "#e2434b",
-    "white": "#fbf8f2",
-    "black": "#3b3650",
-}
+    "orange": "#f6893d", "yellow": "#f8c83c", "green": "#58b868", "blue": "#4a90e2", "purple": "#9a6ae0",
+    "pink": "#f27bae", "red": "#e2434b", "white": "#fbf8f2", "black": "#3b3650",
+}  # fmt: skip
 TRIMS = {  # the bands, stripes and jewels of a hat
-    "red": "#ffc9ae",
-    "yellow": "#fff2bd",
-    "green": "#c9efc0",
-    "blue": "#c3e2ff",
-    "white": "#b3acc9",
+    "red": "#ffc9ae", "yellow": "#fff2bd", "green": "#c9efc0", "blue": "#c3e2ff", "white": "#b3acc9",
     "black": "#9a93b5",
-}
+}  # fmt: skip
 BACKGROUNDS = {  # paler than the characters, or darker, so that these stand out
-    "yellow": "#ffe08a",
-    "green": "#b4e3ae",
-    "blue": "#aed8f8",
-    "purple": "#d0bdf5",
-    "pink": "#ffc3d4",
+    "yellow": "#ffe08a", "green": "#b4e3ae", "blue": "#aed8f8", "purple": "#d0bdf5", "pink": "#ffc3d4",
     "black": "#2b2a45",
-}
+}  # fmt: skip
 NONE = "none"
 HELDOUT = ("include", "exclude", "only")
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -254,98 +239,82 @@ ANATOMY = {
 }
 
 
-def _mirrored(points: Sequence[Point]) -> list[Point]:
-    return [(FRAME - x, y) for x, y in points]
+Shape = tuple[Any, ...]  # a method of Canvas, and what it is called with
 
 
-def _shoulders(canvas: Canvas) -> None:
-    canvas.ellipse((MIDDLE, 34), (8, 8), BODY, LINE)
-    canvas.ellipse((MIDDLE, 34.5), (4.6, 6), LIGHT)
+def _pair(method: str, *arguments: Any) -> list[Shape]:
+    """Returns a shape at the left and its mirror image at the right."""
+    first, *rest = arguments
+    if method == "box":  # given by its two corners
+        (x0, y0), (x1, y1), *rest = arguments
+        return [(method, *arguments), (method, (FRAME - x1, y0), (FRAME - x0, y1), *rest)]
+    mirrored = (FRAME - first[0], first[1]) if isinstance(first, tuple) else [(FRAME - x, y) for x, y in first]
+    return [(method, *arguments), (method, mirrored, *rest)]
 
 
-def _bear(canvas: Canvas) -> None:
-    _shoulders(canvas)
-    for x in (7.9, FRAME - 7.9):
-        canvas.ellipse((x, 11.6), 3.2, BODY, LINE)
-    canvas.ellipse((MIDDLE, 18.4), (9.4, 8.0), BODY, LINE)
-    for x in (7.9, FRAME - 7.9):
-        canvas.ellipse((x, 11.6), 3.2, BODY)
-        canvas.ellipse((x, 11.6), 1.7, LIGHT)
-    canvas.ellipse((MIDDLE, 18.4), (9.4, 8.0), BODY)
-    canvas.ellipse((MIDDLE, 22.0), (4.4, 3.3), LIGHT)
-    canvas.ellipse((MIDDLE, 20.3), (1.6, 1.1), INK)
-
-
-def _cat(canvas: Canvas) -> None:
-    _shoulders(canvas)
-    ear, inner = [(6.6, 17.0), (6.4, 7.2), (14.2, 12.6)], [(8.0, 14.0), (8.0, 9.8), (11.6, 12.4)]
-    for flip in (list, _mirrored):
-        canvas.polygon(flip(ear), BODY, LINE)
-    canvas.ellipse((MIDDLE, 19.0), (10.0, 7.4), BODY, LINE)
-    for flip in (list, _mirrored):
-        canvas.polygon(flip(ear), BODY)
-        canvas.polygon(flip(inner), ROSE)
-    for y, lift in ((20.6, -0.6), (22.6, 0.4)):
-        for flip in (list, _mirrored):
-            canvas.stroke(flip([(8.2, y), (3.2, y + lift)]), LINE, 0.7)
-    canvas.polygon([(14.8, 20.4), (17.2, 20.4), (MIDDLE, 21.8)], ROSE)
-
-
-def _frog(canvas: Canvas) -> None:
-    _shoulders(canvas)
-    for x in (9.2, FRAME - 9.2):
-        canvas.ellipse((x, 14.4), 3.8, BODY, LINE)
-    canvas.ellipse((MIDDLE, 20.8), (11.2, 6.2), BODY, LINE)
-    for x in (9.2, FRAME - 9.2):
-        canvas.ellipse((x, 14.4), 3.8, BODY)
-    canvas.ellipse((MIDDLE, 20.8), (11.2, 6.2), BODY)
-    canvas.ellipse((MIDDLE, 23.4), (8.4, 3.2), LIGHT)
-    for x in (7.4, FRAME - 7.4):
-        canvas.ellipse((x, 20.6), (1.5, 0.9), ROSE)
-
-
-def _ghost(canvas: Canvas) -> None:
-    dome = [(MIDDLE + 9.2 * math.cos(a), 18.4 + 8.8 * math.sin(a)) for a in np.linspace(-math.pi, 0, 33)]
-    hem = [(x, 27.6 + 2.0 * abs(math.sin((x - 6.8) / 18.4 * 3 * math.pi))) for x in np.linspace(25.2, 6.8, 61)]
-    canvas.polygon([*dome, *hem], BODY, LINE)
-    for x in (9.6, FRAME - 9.6):
-        canvas.ellipse((x, 21.4), (1.6, 1.0), ROSE)
-
-
-def _owl(canvas: Canvas) -> None:
-    canvas.ellipse((MIDDLE, 23.0), (9.4, 11.0), BODY, LINE)
-    tuft = [(6.8, 18.0), (5.0, 8.0), (15.0, 11.6)]
-    for flip in (list, _mirrored):
-        canvas.polygon(flip(tuft), BODY, LINE)
-    canvas.ellipse((MIDDLE, 18.2), (9.8, 7.6), BODY, LINE)
-    for flip in (list, _mirrored):
-        canvas.polygon(flip(tuft), BODY)
-    canvas.ellipse((MIDDLE, 30.0), (5.4, 5.0), LIGHT)
-    for x, y in ((14.0, 28.0), (18.0, 28.0), (16.0, 30.4)):
-        canvas.stroke([(x - 0.7, y), (x, y + 0.7), (x + 0.7, y)], SHADE, 0.6)
-    for x in (11.7, FRAME - 11.7):
-        canvas.ellipse((x, 17.6), 4.4, LIGHT)
-
-
-def _robot(canvas: Canvas) -> None:
-    canvas.box((8.4, 28.4), (23.6, 36.0), 2.4, SHADE, LINE)
-    canvas.box((12.6, 25.0), (19.4, 29.0), 0.5, SHADE, LINE)
-    for x in (5.0, FRAME - 5.0):
-        canvas.stroke([(x, 17.0), (x, 10.2)], LINE, 1.1)
-        canvas.ellipse((x, 9.6), 1.2, ROSE, LINE, 0.8)
-        canvas.box((x - 1.4, 15.4), (x + 1.4, 21.6), 0.8, SHADE, LINE)
-    canvas.box((7.2, 11.6), (24.8, 25.8), 2.6, BODY, LINE)
-    canvas.box((9.0, 14.0), (23.0, 24.2), 2.0, LIGHT)
-    canvas.ellipse((MIDDLE, 30.6), 1.0, GOLD)
-
-
-KINDS: dict[str, Callable[[Canvas], None]] = {
-    "bear": _bear,
-    "cat": _cat,
-    "frog": _frog,
-    "ghost": _ghost,
-    "owl": _owl,
-    "robot": _robot,
+_SHOULDERS: list[Shape] = [
+    ("ellipse", (MIDDLE, 34), (8, 8), BODY, LINE),
+    ("ellipse", (MIDDLE, 34.5), (4.6, 6), LIGHT),
+]
+_CAT_EAR, _OWL_TUFT = [(6.6, 17.0), (6.4, 7.2), (14.2, 12.6)], [(6.8, 18.0), (5.0, 8.0), (15.0, 11.6)]
+_GHOST = [
+    *((MIDDLE + 9.2 * math.cos(a), 18.4 + 8.8 * math.sin(a)) for a in np.linspace(-math.pi, 0, 33)),
+    *((x, 27.6 + 2.0 * abs(math.sin((x - 6.8) / 18.4 * 3 * math.pi))) for x in np.linspace(25.2, 6.8, 61)),
+]
+# Parts with lines are drawn first, and then without, where they are one with each other.
+CHARACTERS: dict[str, list[Shape]] = {
+    "bear": [
+        *_SHOULDERS,
+        *_pair("ellipse", (7.9, 11.6), 3.2, BODY, LINE),
+        ("ellipse", (MIDDLE, 18.4), (9.4, 8.0), BODY, LINE),
+        *_pair("ellipse", (7.9, 11.6), 3.2, BODY),
+        *_pair("ellipse", (7.9, 11.6), 1.7, LIGHT),
+        ("ellipse", (MIDDLE, 18.4), (9.4, 8.0), BODY),
+        ("ellipse", (MIDDLE, 22.0), (4.4, 3.3), LIGHT),
+        ("ellipse", (MIDDLE, 20.3), (1.6, 1.1), INK),
+    ],
+    "cat": [
+        *_SHOULDERS,
+        *_pair("polygon", _CAT_EAR, BODY, LINE),
+        ("ellipse", (MIDDLE, 19.0), (10.0, 7.4), BODY, LINE),
+        *_pair("polygon", _CAT_EAR, BODY),
+        *_pair("polygon", [(8.0, 14.0), (8.0, 9.8), (11.6, 12.4)], ROSE),
+        *_pair("stroke", [(8.2, 20.6), (3.2, 20.0)], LINE, 0.7),
+        *_pair("stroke", [(8.2, 22.6), (3.2, 23.0)], LINE, 0.7),
+        ("polygon", [(14.8, 20.4), (17.2, 20.4), (MIDDLE, 21.8)], ROSE),
+    ],
+    "frog": [
+        *_SHOULDERS,
+        *_pair("ellipse", (9.2, 14.4), 3.8, BODY, LINE),
+        ("ellipse", (MIDDLE, 20.8), (11.2, 6.2), BODY, LINE),
+        *_pair("ellipse", (9.2, 14.4), 3.8, BODY),
+        ("ellipse", (MIDDLE, 20.8), (11.2, 6.2), BODY),
+        ("ellipse", (MIDDLE, 23.4), (8.4, 3.2), LIGHT),
+        *_pair("ellipse", (7.4, 20.6), (1.5, 0.9), ROSE),
+    ],
+    "ghost": [("polygon", _GHOST, BODY, LINE), *_pair("ellipse", (9.6, 21.4), (1.6, 1.0), ROSE)],
+    "owl": [
+        ("ellipse", (MIDDLE, 23.0), (9.4, 11.0), BODY, LINE),
+        *_pair("polygon", _OWL_TUFT, BODY, LINE),
+        ("ellipse", (MIDDLE, 18.2), (9.8, 7.6), BODY, LINE),
+        *_pair("polygon", _OWL_TUFT, BODY),
+        ("ellipse", (MIDDLE, 30.0), (5.4, 5.0), LIGHT),
+        *(
+            ("stroke", [(x - 0.7, y), (x, y + 0.7), (x + 0.7, y)], SHADE, 0.6)
+            for x, y in ((14.0, 28.0), (18.0, 28.0), (16.0, 30.4))
+        ),
+        *_pair("ellipse", (11.7, 17.6), 4.4, LIGHT),
+    ],
+    "robot": [
+        ("box", (8.4, 28.4), (23.6, 36.0), 2.4, SHADE, LINE),
+        ("box", (12.6, 25.0), (19.4, 29.0), 0.5, SHADE, LINE),
+        *_pair("stroke", [(5.0, 17.0), (5.0, 10.2)], LINE, 1.1),
+        *_pair("ellipse", (5.0, 9.6), 1.2, ROSE, LINE, 0.8),
+        *_pair("box", (3.6, 15.4), (6.4, 21.6), 0.8, SHADE, LINE),
+        ("box", (7.2, 11.6), (24.8, 25.8), 2.6, BODY, LINE),
+        ("box", (9.0, 14.0), (23.0, 24.2), 2.0, LIGHT),
+        ("ellipse", (MIDDLE, 30.6), 1.0, GOLD),
+    ],
 }
 
 EYES = ("left", "right", "left", "right", "shut")  # a fifth of them blink
@@ -354,7 +323,8 @@ RISES = (-0.5, 0.0, 0.5)
 
 
 def _character(canvas: Canvas, kind: str) -> None:
-    KINDS[kind](canvas)
+    for method, *arguments in CHARACTERS[kind]:
+        getattr(canvas, method)(*arguments)
 
 
 def _mouth(canvas: Canvas, kind: str, mouth: str) -> None:

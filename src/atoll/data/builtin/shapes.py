@@ -14,24 +14,13 @@ from PIL import Image, ImageDraw
 SIZES = (16, 1024)
 
 COLOURS = {
-    "red": "#e5383b",
-    "orange": "#f77f00",
-    "yellow": "#fcca2e",
-    "green": "#38a34a",
-    "blue": "#2f7fe0",
-    "purple": "#8e44c9",
-    "pink": "#f48fb8",
-    "white": "#fdfcf8",
-    "black": "#1d1b26",
-}
+    "red": "#e5383b", "orange": "#f77f00", "yellow": "#fcca2e", "green": "#38a34a", "blue": "#2f7fe0",
+    "purple": "#8e44c9", "pink": "#f48fb8", "white": "#fdfcf8", "black": "#1d1b26",
+}  # fmt: skip
 BACKGROUNDS = {
-    "white": "#fdfcf8",
-    "black": "#1d1b26",
-    "navy": "#1f2d5c",
-    "teal": "#2b8c8c",
-    "grey": "#a9adb8",
+    "white": "#fdfcf8", "black": "#1d1b26", "navy": "#1f2d5c", "teal": "#2b8c8c", "grey": "#a9adb8",
     "beige": "#ecdcc0",
-}
+}  # fmt: skip
 SHAPES = ("circle", "ring", "square", "triangle", "star", "cross", "heart", "diamond")
 RADII = {"small": (0.10, 0.13), "large": (0.22, 0.25)}  # of the circle around a shape, as a part of the frame
 GAP = 0.02  # between a shape and another, or the edge
