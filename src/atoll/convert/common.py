@@ -213,7 +213,7 @@ def build_network(kind: type[Network], config: Any, ledger: Ledger) -> Network:
     return network.eval()
 
 
-def spacing_of(positions: Tensor) -> float | None:
+def spacing_of(positions: Tensor, within: float = 0.01) -> float | None:
     """Returns how far apart the places are whose sines and cosines positions[N, d] are; None if they are no such.
 
     The angle between neighbours is the spacing times a frequency. That of a slow wave tells it roughly and without
@@ -234,7 +234,7 @@ def spacing_of(positions: Tensor) -> float | None:
     rounded = torch.finfo(positions.dtype).eps  # half precision blurs what is a simple fraction
     whole = float(Fraction(step).limit_denominator(16))
     step = whole if abs(whole - step) < 4 * rounded / side else step
-    same = step > 0 and torch.allclose(positions.float(), sincos_positions(width, side, step), rtol=0, atol=0.01)
+    same = step > 0 and torch.allclose(positions.float(), sincos_positions(width, side, step), rtol=0, atol=within)
     return step if same else None
 
 

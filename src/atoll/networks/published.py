@@ -136,7 +136,11 @@ def _unpickled(path: Path, root: Path | None) -> Any:
     try:
         with open_regular(path, root) as file:
             zipped = file.read(4) == b"PK\3\4"
-            (_check_zip if zipped else _check_legacy)(file, path)
+            content = (_zipped_pickle if zipped else _legacy_pickle)(file, path)
+        if len(content) > MAX_PICKLE:
+            raise InputError(f"{path} {TOO_MUCH}")
+        if b"\nbytearray\n" in content:  # the one function torch allows that takes as much memory as it is told to
+            raise InputError(f"{path} {OBJECTS}")
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
             return torch.load(real_path(path, root), map_location="cpu", weights_only=True, mmap=zipped)
     except InputError:
@@ -154,8 +158,8 @@ def _unpickled(path: Path, root: Path | None) -> Any:
         raise InputError(f"{path} is truncated or damaged ({reason}): {AGAIN}") from error
 
 
-def _check_zip(file: BufferedReader, path: Path) -> None:
-    """Refuses an archive that would unpack to more than it has bytes; torch stores its tensors as they are."""
+def _zipped_pickle(file: BufferedReader, path: Path) -> bytes:
+    """Returns the pickle of an archive; refuses one that would unpack to more than it has bytes, as torch's do not."""
     size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -164,15 +168,14 @@ def _check_zip(file: BufferedReader, path: Path) -> None:
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if packed or sum(entry.file_size for entry in entries) > size:
             raise InputError(f"{path} is packed, as torch never saves tensors: unpack it, or give another copy")
-        for entry in entries:
-            if entry.filename.endswith("data.pkl"):
-                if entry.file_size > MAX_PICKLE:
-                    raise InputError(f"{path} {TOO_MUCH}")
-                _check_pickle(archive.read(entry), path)
+        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        if sum(entry.file_size for entry in pickles) > MAX_PICKLE:
+            raise InputError(f"{path} {TOO_MUCH}")
+        return b"".join(archive.read(entry) for entry in pickles)
 
 
-def _check_legacy(file: BufferedReader, path: Path) -> None:
-    """Refuses a file without the pickles that torch wrote before 1.6, or with pickles that are too long."""
+def _legacy_pickle(file: BufferedReader, path: Path) -> bytes:
+    """Returns the pickles that torch wrote before 1.6; no more of them than is too long."""
     file.seek(0)
     content = BytesIO(file.read(MAX_PICKLE + 1))
     if content.read(len(LEGACY)) != LEGACY:
@@ -180,14 +183,7 @@ def _check_legacy(file: BufferedReader, path: Path) -> None:
     for _ in range(4):  # the version, the machine, the objects and the names of the storages, which come after them
         for _ in pickletools.genops(content):
             pass
-    if content.tell() > MAX_PICKLE:
-        raise InputError(f"{path} {TOO_MUCH}")
-    _check_pickle(content.getvalue()[: content.tell()], path)
-
-
-def _check_pickle(content: bytes, path: Path) -> None:
-    if b"\nbytearray\n" in content:  # the one function torch allows that takes as much memory as it is told to
-        raise InputError(f"{path} {OBJECTS}")
+    return content.getvalue()[: content.tell()]
 
 
 def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
