@@ -149,7 +149,7 @@ def folder_of(folder: str | Path, revision: str | None = None, files: Sequence[s
     try:
         return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = _first_line(error)
+        reason = reason_of(error)
         raise InputError(f"there is no folder {folder}, and the hub did not give it either ({reason})") from error
 
 
@@ -162,11 +162,7 @@ def push_folder(
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"the hub did not take {repo_id} ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+        raise InputError(f"the hub did not take {repo_id} ({reason_of(error)})") from error
 
 
 def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
