@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,10 @@ MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
 NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
 CHARACTERS = 100  # for each token of an encoder; of a longer text the rest is not looked at
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's step, as a signed number
+# Letters of scripts without spaces between words: Thai to Lao, Burmese, Khmer, kana, Han.
+NO_SPACES = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
 
 
@@ -170,7 +175,7 @@ def split_words(text: str) -> Iterator[str]:
             if word:
                 word.append(char)
             continue
-        single = kind == "So" or (kind[0] in "LN" and _has_no_spaces(char))
+        single = kind == "So" or (kind[0] in "LN" and NO_SPACES.match(char) is not None)
         if word and (alone or single or kind[0] not in "LN"):
             yield "".join(word)
             word.clear()
@@ -179,20 +184,6 @@ def split_words(text: str) -> Iterator[str]:
             alone = single
     if word:
         yield "".join(word)
-
-
-def _has_no_spaces(char: str) -> bool:
-    """Whether a letter is of a script without spaces between words: Thai to Lao, Burmese, Khmer, kana, Han."""
-    code = ord(char)
-    return code >= 0xE00 and (
-        code <= 0xEFF
-        or 0x1000 <= code <= 0x109F
-        or 0x1780 <= code <= 0x17FF
-        or 0x3005 <= code <= 0x30FF
-        or 0x3400 <= code <= 0x9FFF
-        or 0xF900 <= code <= 0xFAFF
-        or 0x20000 <= code <= 0x3FFFF
-    )
 
 
 @lru_cache(maxsize=1 << 16)

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many rows of it are done, and of how many."""
 
 
-class Rows(Protocol):
+class FeatureRows(Protocol):
     """A table of features that need not be in memory; a slice is a tensor or an array of shape [n, D]."""
 
     def __len__(self) -> int: ...
@@ -87,14 +87,14 @@ class Centroids:
             raise InputError(f"{path} cannot be used: {error}") from error
 
 
-def assign(rows: Rows, centroids: Centroids, *, progress: Progress | None = None) -> Tensor:
+def assign(rows: FeatureRows, centroids: Centroids, *, progress: Progress | None = None) -> Tensor:
     """The coarse cluster of each row [N], for rows old or new."""
     fine, _ = find_nearest(rows, centroids.fine, centroids.metric, progress)
     return centroids.coarse_of_fine[fine]
 
 
 def find_nearest(
-    rows: Rows, centroids: Tensor, metric: str, progress: Progress | None = None, stage: str = "assigning"
+    rows: FeatureRows, centroids: Tensor, metric: str, progress: Progress | None = None, stage: str = "assigning"
 ) -> tuple[Tensor, Tensor]:
     """For each row the number of its nearest centroid [N], and the squared distance to it [N]."""
     labels, distances = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
@@ -137,7 +137,7 @@ def floor(distances: Tensor, norms: Tensor) -> Tensor:
 
 
 def stream(
-    rows: Rows, metric: str, progress: Progress | None = None, stage: str = "reading"
+    rows: FeatureRows, metric: str, progress: Progress | None = None, stage: str = "reading"
 ) -> Iterator[tuple[int, Tensor]]:
     """All rows in order, in chunks of float32 with the number of their first."""
     for start in range(0, len(rows), CHUNK):
@@ -147,7 +147,7 @@ def stream(
             progress(stage, start + len(x), len(rows))
 
 
-def take(rows: Rows, indices: Tensor, metric: str) -> Tensor:
+def take(rows: FeatureRows, indices: Tensor, metric: str) -> Tensor:
     """The rows at ascending indices [n, D]: by chunks where they lie close, one by one where they are far apart."""
     parts = []
     for window in indices.split_with_sizes(torch.bincount(indices // CHUNK).tolist()):
@@ -162,7 +162,7 @@ def take(rows: Rows, indices: Tensor, metric: str) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def read(rows: Rows, start: int, stop: int, metric: str) -> Tensor:
+def read(rows: FeatureRows, start: int, stop: int, metric: str) -> Tensor:
     """Rows start to stop as float32 [n, D], checked, and of length 1 if the metric is cosine."""
     values = rows[start:stop]
     if not isinstance(values, Tensor):
@@ -329,7 +329,7 @@ class Quality:
 
 
 def measure(
-    rows: Rows,
+    rows: FeatureRows,
     labels: Tensor,
     k: int,
     *,
@@ -373,7 +373,7 @@ def add_up(x: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def silhouette(
-    rows: Rows, labels: Tensor, *, metric: str = "euclidean", sample: int = 2000, seed: int = 0
+    rows: FeatureRows, labels: Tensor, *, metric: str = "euclidean", sample: int = 2000, seed: int = 0
 ) -> float | None:
     """The mean of (b - a) / max(a, b) over a random sample: a to the own cluster's rows, b to the next cluster's."""
     indices = sample_indices(len(rows), sample, seed)

@@ -16,8 +16,8 @@ from atoll.errors import InputError
 from atoll.partition.assign import (
     CHUNK,
     Centroids,
+    FeatureRows,
     Progress,
-    Rows,
     add_up,
     capacity_of,
     check_k,
@@ -64,7 +64,7 @@ class Hierarchy:
 
 
 def kmeans(
-    rows: Rows,
+    rows: FeatureRows,
     k: int,
     *,
     metric: str = "euclidean",
@@ -94,7 +94,7 @@ def kmeans(
 
 
 def _load(
-    rows: Rows, k: int, metric: str, seed: int, memory: int, progress: Progress | None
+    rows: FeatureRows, k: int, metric: str, seed: int, memory: int, progress: Progress | None
 ) -> tuple["_Points", Tensor]:
     """The rows, or a random sample of them that fits in memory, and the origin they were shifted to."""
     width = take(rows, torch.tensor([0]), metric).shape[1]
@@ -109,7 +109,9 @@ def _load(
     return _Points(x.sub_(origin), metric == "cosine"), origin
 
 
-def _finish(rows: Rows, centroids: Tensor, metric: str, rows_in_memory: int, progress: Progress | None) -> Clusters:
+def _finish(
+    rows: FeatureRows, centroids: Tensor, metric: str, rows_in_memory: int, progress: Progress | None
+) -> Clusters:
     """Assign every row; a centroid that is nearest to none goes to the row farthest from its own, or is dropped."""
     for attempt in range(4):
         labels, distances = find_nearest(rows, centroids, metric, progress)
@@ -244,7 +246,7 @@ def _start(points: _Points, k: int, restarts: int, generator: torch.Generator) -
 
 
 def hierarchical(
-    rows: Rows,
+    rows: FeatureRows,
     k: int,
     *,
     fine: int = 1024,
@@ -310,7 +312,7 @@ def _coarse(cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> T
     return sizes.argsort(descending=True, stable=True).argsort()[labels]
 
 
-def _split(rows: Rows, cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> Tensor:
+def _split(rows: FeatureRows, cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> Tensor:
     """The centroids with those of the largest cells replaced by several, by k-means in each."""
     fits = max(1, int((capacity - len(rows) / k) / max(1 - 1 / k, 1e-9)))  # cells up to this size can always be packed
     large = cells.sizes.argsort(descending=True, stable=True)[: max(8, len(cells.sizes) // 8)]

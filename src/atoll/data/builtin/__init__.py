@@ -28,7 +28,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Example]):
+class Examples(Sequence[Example]):
     """Examples that are made when asked for."""
 
     num: int
@@ -47,7 +47,7 @@ class Rows(Sequence[Example]):
         return self.make_row(range(self.num)[i])
 
 
-def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldout: str = "include") -> Rows:
+def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldout: str = "include") -> Examples:
     """The first num rows of a data set; None is all there are, for digits.
 
     heldout is for avatars: "exclude" leaves out a tenth of the combinations of attributes, "only" makes
@@ -73,42 +73,42 @@ def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldo
         _digits()  # a missing library is told here, not in a worker
         if num > NUM_DIGITS:
             raise InputError(f"there are {NUM_DIGITS} handwritten digits, and {num} were asked for: ask for fewer")
-        return Rows(num, partial(_digit, size, seed))
+        return Examples(num, partial(_digit, size, seed))
     if name == "shapes":
-        return Rows(num, partial(_scene, size, seed))
-    return Rows(num, partial(_avatar, size, seed, heldout))
+        return Examples(num, partial(_scene, size, seed))
+    return Examples(num, partial(_avatar, size, seed, heldout))
 
 
 def _avatar(size: int, seed: int, heldout: str, i: int) -> Example:
     rng = np.random.default_rng((seed, i))
     attributes = avatars.choose_avatar(rng, heldout)
-    picture = avatars.draw_avatar(attributes, size, rng)
-    return Example(Image.fromarray(picture), avatars.caption_of(attributes), attributes)
+    image = avatars.draw_avatar(attributes, size, rng)
+    return Example(Image.fromarray(image), avatars.caption_of(attributes), attributes)
 
 
 def _scene(size: int, seed: int, i: int) -> Example:
-    attributes, picture = shapes.draw_shapes(np.random.default_rng((seed, i)), size)
-    return Example(picture, shapes.caption_of(attributes), attributes)
+    attributes, image = shapes.draw_shapes(np.random.default_rng((seed, i)), size)
+    return Example(image, shapes.caption_of(attributes), attributes)
 
 
 def _digit(size: int, seed: int, i: int) -> Example:
-    pictures, labels = _digits()
+    images, labels = _digits()
     row = _order(seed)[i]
-    picture = Image.fromarray(pictures[row]).resize((size, size), Image.Resampling.BICUBIC)
+    image = Image.fromarray(images[row]).resize((size, size), Image.Resampling.BICUBIC)
     word = DIGIT_WORDS[labels[row]]
-    return Example(picture.convert("RGB"), f"a handwritten {word}", {"digit": word})
+    return Example(image.convert("RGB"), f"a handwritten {word}", {"digit": word})
 
 
 @lru_cache
 def _digits() -> tuple[NDArray[np.uint8], list[int]]:
-    """The pictures [1797, 10, 10], each with a margin, and what they show."""
+    """The images [1797, 10, 10], each with a margin, and what they show."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise InputError("the digits come with scikit-learn: pip install scikit-learn") from error
     digits = load_digits()
-    pictures = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
-    return np.round(pictures * (255 / 16)).astype(np.uint8), digits.target.tolist()
+    images = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
+    return np.round(images * (255 / 16)).astype(np.uint8), digits.target.tolist()
 
 
 @lru_cache

@@ -1,6 +1,6 @@
-"""Reading avatars: from pixels back to the attributes of their caption, for any picture, generated ones above all.
+"""Reading avatars: from pixels back to the attributes of their caption, for any image, generated ones above all.
 
-The nearest of all clean pictures is looked for, first by the background, then the character, then its hat.
+The nearest of all clean images is looked for, first by the background, then the character, then its hat.
 """
 
 from collections.abc import Sequence
@@ -51,12 +51,12 @@ LOOKS = [
 def _shares(look: Look, hat: str, size: int) -> Array:
     """The share of each ink in each pixel, [S S, inks]: the mean over the mouths, and a little soft.
 
-    Softness costs nothing on crisp pictures; crisp templates take a blurred face for one with other glasses.
+    Softness costs nothing on crisp images; crisp templates take a blurred face for one with other glasses.
     """
     attributes = {"kind": look.kind, "eyewear": look.eyewear, "hat": hat}
     poses = [Pose(look.eyes, mouth, look.rise) for mouth in MOUTHS]
-    pictures = [paint(attributes, pose, np.eye(INKS, dtype=np.float32), size) for pose in poses]
-    mean = np.mean(pictures, 0, dtype=np.float32)
+    images = [paint(attributes, pose, np.eye(INKS, dtype=np.float32), size) for pose in poses]
+    mean = np.mean(images, 0, dtype=np.float32)
     soft = (size / FRAME) ** 2 / 4  # the same blur, in units of the frame, at any size
     for _ in range(2):
         padded = np.pad(mean, ((1, 1), (0, 0), (0, 0)), mode="edge")
@@ -93,9 +93,9 @@ def _characters(background: str, size: int) -> Array:
     return (_templates(size).bare[:, None] @ palettes).reshape(len(LOOKS) * len(palettes), -1)
 
 
-def _nearest(pictures: Array, templates: Array) -> NDArray[np.intp]:
-    """Which of templates [T, D] is nearest to each of pictures [B, D]."""
-    return np.argmin((templates**2).sum(1) - 2 * pictures @ templates.T, 1)
+def _nearest(images: Array, templates: Array) -> NDArray[np.intp]:
+    """Which of templates [T, D] is nearest to each of images [B, D]."""
+    return np.argmin((templates**2).sum(1) - 2 * images @ templates.T, 1)
 
 
 def _read_hat(pixels: Array, hatted: Array, colour: str, background: str) -> tuple[str, str]:
@@ -107,31 +107,31 @@ def _read_hat(pixels: Array, hatted: Array, colour: str, background: str) -> tup
     return ATTRIBUTES["hat"][hat], colours[hat_colour] if hat else NONE
 
 
-def _pixels_of(pictures: Sequence[Image.Image] | NDArray[np.generic]) -> Array:
+def _pixels_of(images: Sequence[Image.Image] | NDArray[np.generic]) -> Array:
     """[B, S, S, 3] in [0, 1], with S at most 32."""
-    if not isinstance(pictures, np.ndarray):
-        pictures = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
-    if pictures.ndim != 4 or pictures.shape[3] != 3 or pictures.shape[1] != pictures.shape[2]:
-        raise InputError(f"avatars to be read are square and RGB, [B, S, S, 3], not of shape {list(pictures.shape)}")
-    if pictures.shape[1] < SIZES[0]:
-        raise InputError(f"avatars to be read are at least {SIZES[0]} pixels wide, not {pictures.shape[1]}")
-    pixels = pictures.astype(np.float32)
-    if pictures.dtype == np.uint8:
+    if not isinstance(images, np.ndarray):
+        images = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    if images.ndim != 4 or images.shape[3] != 3 or images.shape[1] != images.shape[2]:
+        raise InputError(f"avatars to be read are square and RGB, [B, S, S, 3], not of shape {list(images.shape)}")
+    if images.shape[1] < SIZES[0]:
+        raise InputError(f"avatars to be read are at least {SIZES[0]} pixels wide, not {images.shape[1]}")
+    pixels = images.astype(np.float32)
+    if images.dtype == np.uint8:
         pixels /= 255
-    return pixels if pixels.shape[1] <= FRAME else np.stack([_shrink(picture) for picture in pixels])
+    return pixels if pixels.shape[1] <= FRAME else np.stack([_shrink(image) for image in pixels])
 
 
-def _shrink(picture: Array) -> Array:
-    """A picture [S, S, 3] at 32 x 32; Pillow resizes numbers one channel at a time."""
-    channels = [Image.fromarray(picture[..., c]) for c in range(3)]
+def _shrink(image: Array) -> Array:
+    """An image [S, S, 3] at 32 x 32; Pillow resizes numbers one channel at a time."""
+    channels = [Image.fromarray(image[..., c]) for c in range(3)]
     return np.stack([np.asarray(c.resize((FRAME, FRAME), Image.Resampling.BOX)) for c in channels], -1)
 
 
-def read_avatars(pictures: Sequence[Image.Image] | NDArray[np.generic]) -> list[dict[str, str]]:
-    """The attributes seen in each picture: images, or an array [B, S, S, 3] of bytes or of numbers in [0, 1]."""
-    if not len(pictures):
+def read_avatars(images: Sequence[Image.Image] | NDArray[np.generic]) -> list[dict[str, str]]:
+    """The attributes seen in each image: images, or an array [B, S, S, 3] of bytes or of numbers in [0, 1]."""
+    if not len(images):
         return []
-    pixels = _pixels_of(pictures)
+    pixels = _pixels_of(images)
     size, colours = pixels.shape[1], ATTRIBUTES["colour"]
     pixels = pixels.reshape(len(pixels), size * size, 3)
     templates = _templates(size)
@@ -149,6 +149,6 @@ def read_avatars(pictures: Sequence[Image.Image] | NDArray[np.generic]) -> list[
     return found
 
 
-def read_avatar(picture: Image.Image | NDArray[np.generic]) -> dict[str, str]:
-    """The attributes seen in one picture: an image, or an array [S, S, 3]."""
-    return read_avatars([picture] if isinstance(picture, Image.Image) else picture[None])[0]
+def read_avatar(image: Image.Image | NDArray[np.generic]) -> dict[str, str]:
+    """The attributes seen in one image: an image, or an array [S, S, 3]."""
+    return read_avatars([image] if isinstance(image, Image.Image) else image[None])[0]

@@ -1,8 +1,8 @@
-"""Avatars: little characters, always at the same place, whose captions say exactly what is in the picture.
+"""Avatars: little characters, always at the same place, whose captions say exactly what is in the image.
 
-"a green robot with round glasses and a red crown on a yellow background". A picture is drawn as vector shapes
+"a green robot with round glasses and a red crown on a yellow background". An image is drawn as vector shapes
 in a 32 x 32 frame whatever its size. Every pixel of a drawing is a mixture of a few inks, so a drawing is kept
-once as the share of each ink in each pixel, and a picture in given colours is a few small matrix products.
+once as the share of each ink in each pixel, and an image in given colours is a few small matrix products.
 `avatar_reader.py` goes the other way: from pixels back to the attributes of the caption.
 """
 
@@ -24,7 +24,7 @@ Array = NDArray[np.float32]
 Point = tuple[float, float]
 T = TypeVar("T")
 
-FRAME = 32  # the unit of every length below: a picture is 32 units wide
+FRAME = 32  # the unit of every length below: an image is 32 units wide
 MIDDLE = FRAME / 2
 SIZES = (16, 256)
 
@@ -145,7 +145,7 @@ def palette_of(attributes: Mapping[str, str], jitter: NDArray[np.float64] | None
 
 
 class Canvas:
-    """A sheet of ink numbers, several times finer than the picture; 0 is where nothing is drawn."""
+    """A sheet of ink numbers, several times finer than the image; 0 is where nothing is drawn."""
 
     def __init__(self, size: int, rise: float) -> None:
         self.size = size
@@ -420,7 +420,7 @@ def _hat(canvas: Canvas, kind: str, hat: str) -> None:
         canvas.ellipse((x, y - 9), 1.4, TRIM, HAT_LINE, 0.7)
 
 
-# --- pictures ---
+# --- images ---
 
 
 def _pick(values: Sequence[T], chance: float) -> T:
@@ -443,7 +443,7 @@ def _layer(draw: Callable[..., None], size: int, rise: float, *what: str) -> Lay
 
 
 def paint(attributes: Mapping[str, str], pose: Pose, palette: Array, size: int) -> Array:
-    """The picture [S, S, C] in a palette [inks, C]."""
+    """The image [S, S, C] in a palette [inks, C]."""
     kind, eyewear, hat = attributes["kind"], attributes["eyewear"], attributes["hat"]
     pixels = np.empty((size, size, palette.shape[1]), np.float32)
     pixels[:] = palette[BACKGROUND]
@@ -474,7 +474,7 @@ def choose_avatar(rng: np.random.Generator, heldout: str = "include") -> dict[st
 def draw_avatar(
     attributes: Mapping[str, str], size: int = FRAME, rng: np.random.Generator | None = None
 ) -> NDArray[np.uint8]:
-    """The picture [S, S, 3] of these attributes, in a random pose and light; without rng, in the plain ones."""
+    """The image [S, S, 3] of these attributes, in a random pose and light; without rng, in the plain ones."""
     caption_of(attributes)  # refuses what is not an avatar
     if not SIZES[0] <= size <= SIZES[1]:
         raise InputError(f"avatars are drawn from {SIZES[0]} to {SIZES[1]} pixels wide, not {size}")

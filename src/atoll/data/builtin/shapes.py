@@ -1,6 +1,6 @@
 """Shapes: one or two flat shapes anywhere in the frame, and the caption that says exactly which.
 
-"a large red ring on a navy background". Shapes never touch each other or the edge of the picture, and of two
+"a large red ring on a navy background". Shapes never touch each other or the edge of the image, and of two
 the caption names the left one first.
 """
 
@@ -67,7 +67,7 @@ def caption_of(attributes: Mapping[str, str]) -> str:
 
 
 def draw_shapes(rng: np.random.Generator, size: int = 32) -> tuple[dict[str, str], Image.Image]:
-    """A random scene: its attributes and its picture."""
+    """A random scene: its attributes and its image."""
     chance = iter(rng.random(10).tolist())
 
     def pick(values: Sequence[str]) -> str:
@@ -84,11 +84,11 @@ def draw_shapes(rng: np.random.Generator, size: int = 32) -> tuple[dict[str, str
         attributes |= {f"{prefix}size": word, f"{prefix}colour": pick(colours), f"{prefix}shape": pick(names)}
         names.remove(attributes[f"{prefix}shape"])
     fine = 4 if size <= 256 else 2
-    picture = Image.new("RGB", (size * fine,) * 2, BACKGROUNDS[background])
+    image = Image.new("RGB", (size * fine,) * 2, BACKGROUNDS[background])
     for prefix, radius, centre in zip(("", "second_"), radii, _places(rng, radii), strict=False):
         colour, shape = COLOURS[attributes[f"{prefix}colour"]], attributes[f"{prefix}shape"]
-        _draw(picture, shape, centre, radius, colour)
-    return attributes, picture.reduce(fine)
+        _draw(image, shape, centre, radius, colour)
+    return attributes, image.reduce(fine)
 
 
 def _places(rng: np.random.Generator, radii: Sequence[float]) -> NDArray[np.float64]:
@@ -104,8 +104,8 @@ def _places(rng: np.random.Generator, radii: Sequence[float]) -> NDArray[np.floa
             return tries[good[0]]
 
 
-def _draw(picture: Image.Image, shape: str, centre: NDArray[np.float64], radius: float, colour: str) -> None:
-    pen, scale = ImageDraw.Draw(picture), picture.width
+def _draw(image: Image.Image, shape: str, centre: NDArray[np.float64], radius: float, colour: str) -> None:
+    pen, scale = ImageDraw.Draw(image), image.width
     if shape in CORNERS:
         points = (centre + radius * CORNERS[shape]) * scale - 0.5
         pen.polygon([(x, y) for x, y in points.tolist()], fill=colour)
