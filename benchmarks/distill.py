@@ -3,7 +3,7 @@
     atoll demo --out demo
     python benchmarks/distill.py demo/model demo/data --out distilled --steps 800 --batch 32 --lr 3e-3
 
-    atoll prepare ... --out data && atoll partition data --experts 4       # any pictures with captions
+    atoll prepare ... --out data && atoll partition data --experts 4       # any images with captions
     atoll train-all data --router --out run && atoll assemble run --data data --out model
     python benchmarks/distill.py model data --out distilled --student s/2 --metrics frechet labels flops
 
@@ -12,7 +12,7 @@ a monolith of as many steps and the same batch, and with --more-batch N another 
 comparison has 4). All begin from random weights. Figures are the mean and the deviation over seeds; the ensemble is
 one, so its deviation is that of the noise it draws from. Guided students are sampled with no guidance on top.
 
-The same command goes on after any end: what is trained, drawn and measured is not done again. Seconds are taken in
+Rerun the command to resume: what is trained, sampled and measured is not done again. Seconds are taken in
 turns, a batch of each model a round, and depend on what else the machine does; FLOPs are counted and do not.
 """
 
@@ -31,14 +31,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from atoll.cards import INDEX
 from atoll.data.shards import Dataset
-from atoll.engines.local import Job, find_slots, run_jobs
-from atoll.engines.train_all import job_of
 from atoll.experiments.evaluate import Contender, Evaluation, Sampling
+from atoll.experiments.graph import Graph, ModelNode, PartNode
 from atoll.experiments.measure import MetricSettings
 from atoll.experiments.tables import name_of, over_seeds, with_error
-from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import read_json, write_json, write_whole
 from atoll.training.settings import DistillSettings, ExpertSettings
@@ -87,21 +84,23 @@ class Comparison:
         return self.args.model if entry.training is None else self.folder_of(entry, seed, "models")
 
     def train(self) -> None:
-        jobs = [self._job(entry, seed) for seed in self.seeds for entry in self.entries if entry.training is not None]
-        run_jobs(jobs, find_slots(self.args.device), environment={"OMP_NUM_THREADS": "1"})
-        for seed in self.seeds:
-            for entry in self.entries:
-                folder = self.model_of(entry, seed)
-                if not (folder / INDEX).exists():
-                    assemble([self.folder_of(entry, seed, "parts")], None, folder, self.args.data)
+        pairs = [(entry, seed) for seed in self.seeds for entry in self.entries if entry.training is not None]
+        parts = [self._part(entry, seed) for entry, seed in pairs]
+        models = [
+            ModelNode(self.model_of(entry, seed), self.args.data, [part])
+            for (entry, seed), part in zip(pairs, parts, strict=True)
+        ]
+        graph = Graph(parts, models)
+        graph.train(self.args.device)
+        graph.assemble()
 
-    def _job(self, entry: Entry, seed: int) -> Job:
+    def _part(self, entry: Entry, seed: int) -> PartNode:
         assert entry.training is not None
-        verb = ["train", str(self.args.data), "--cluster", "all"]
-        if isinstance(entry.training, DistillSettings):
-            verb = ["distill", str(self.args.model), str(self.args.data)]
+        name, folder = f"seed {seed} {entry.name}", self.folder_of(entry, seed, "parts")
         settings = replace(entry.training, seed=seed)
-        return job_of(f"seed {seed} {entry.name}", verb, self.folder_of(entry, seed, "parts"), settings)
+        if isinstance(settings, DistillSettings):
+            return PartNode(name, ["distill", str(self.args.model), str(self.args.data)], folder, settings)
+        return PartNode.expert(name, self.args.data, None, folder, settings)
 
     def judge(self) -> dict[str, list[dict[str, Any]]]:
         """The figures of each entry, a seed each."""

@@ -1,4 +1,4 @@
-"""`atoll evaluate`: the figures against others' on the same pictures, going on after an end, refusals, the table."""
+"""`atoll evaluate`: the figures against others' on the same images, going on after an end, refusals, the table."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from atoll.encoders.features import make_features
 from atoll.errors import InputError
 from atoll.experiments import evaluate as module
 from atoll.experiments.cache import Store
-from atoll.experiments.evaluate import Asked, Contender, Evaluation, Sampling, evaluate, name_contenders
+from atoll.experiments.evaluate import Contender, Evaluation, SampleSet, Sampling, evaluate, name_contenders
 from atoll.experiments.judge import are_right, images_of
 from atoll.experiments.measure import MetricSettings
 from atoll.experiments.sanity import Check, crowded, doubts_about, quilts_of
@@ -89,7 +89,7 @@ def figure(results, key, name="ours"):
 
 class TestFigures:
     def test_against_scipy_and_prdc(self, done, model, data, capsys):
-        """The same pictures made by hand, and measured by others."""
+        """The same images made by hand, and measured by others."""
         linalg, prdc = pytest.importorskip("scipy.linalg"), pytest.importorskip("prdc")
         _, results = done
         dataset, codec, features = Dataset.open(data), load_codec(data), make_features("simple")
@@ -132,9 +132,9 @@ class TestFigures:
 
     def test_real_pictures_are_nearer(self, done):
         _, results = done
-        assert results["models"][0]["name"] == "real pictures"
-        assert figure(results, "frechet/simple", "real pictures")["value"] < figure(results, "frechet/simple")["value"]
-        assert figure(results, "prompt_accuracy", "real pictures")["value"] > 0.8
+        assert results["models"][0]["name"] == "real images"
+        assert figure(results, "frechet/simple", "real images")["value"] < figure(results, "frechet/simple")["value"]
+        assert figure(results, "prompt_accuracy", "real images")["value"] > 0.8
 
     def test_errors_over_seeds(self, model, data, tmp_path):
         several = evaluate(
@@ -142,7 +142,7 @@ class TestFigures:
         )
         found = figure(several, "frechet/simple")
         assert found["error_from"] == "seeds"
-        assert figure(several, "frechet/simple", "real pictures")["error_from"] == "leaving out tenths"
+        assert figure(several, "frechet/simple", "real images")["error_from"] == "leaving out tenths"
         assert len(found["values"]) == 2
         assert found["value"] == pytest.approx(np.mean(found["values"]))
         assert found["error"] == pytest.approx(np.std(found["values"], ddof=1))
@@ -191,9 +191,9 @@ class TestFigures:
 
 class TestGoingOn:
     def test_after_an_end(self, model, data, done, tmp_path, monkeypatch):
-        """Interrupted while it draws, it makes only what is missing, and ends with the same pictures and figures."""
+        """Interrupted while it draws, it makes only what is missing, and ends with the same images and figures."""
         painted: list[slice] = []
-        paint = Asked.paint
+        paint = SampleSet.paint
 
         def tire(self, some, output_type="pt"):
             if output_type == "pt":
@@ -202,12 +202,12 @@ class TestGoingOn:
                 painted.append(some)
             return paint(self, some, output_type)
 
-        monkeypatch.setattr(Asked, "paint", tire)
+        monkeypatch.setattr(SampleSet, "paint", tire)
         with pytest.raises(KeyboardInterrupt):
             evaluate([Contender("ours", model, QUICK)], data, tmp_path, SETTINGS, progress=False)
         assert not (tmp_path / "results.json").exists()
         painted.clear()
-        monkeypatch.setattr(Asked, "paint", lambda s, some, kind="pt": painted.append(some) or paint(s, some, kind))
+        monkeypatch.setattr(SampleSet, "paint", lambda s, some, kind="pt": painted.append(some) or paint(s, some, kind))
         evaluate([Contender("ours", model, QUICK)], data, tmp_path, SETTINGS, progress=False)
         drawn = [some.start for some in painted if some.stop - some.start > 1 and some.stop != 8]
         assert drawn == [10, 20]
@@ -217,7 +217,7 @@ class TestGoingOn:
         assert (tmp_path / "results.json").read_bytes() == (done[0] / "results.json").read_bytes()
 
     def test_more_pictures(self, model, data, done, tmp_path):
-        """With a larger --num the whole batches stay; a picture depends on its own seed, not on how many there are."""
+        """With a larger --num the whole batches stay; an image depends on its own seed, not on how many there are."""
         out = Path(shutil.copytree(done[0], tmp_path / "out"))
         before = snapshot(out / "pictures")
         Evaluation(data, out, replace(SETTINGS, num=30), progress=False).judge(Contender("ours", model, QUICK))
@@ -229,7 +229,7 @@ class TestGoingOn:
         assert np.abs(old.astype(int) - new[:4]).max() <= 1
 
     def test_others_are_made_anew(self, model, data, monolith, done, tmp_path):
-        """Another model, sampling, seed or prompts: other pictures."""
+        """Another model, sampling, seed or prompts: other images."""
         out = Path(shutil.copytree(done[0], tmp_path / "out"))
         folders = lambda: len(list((out / "pictures").iterdir()))  # noqa: E731
         settings = replace(SETTINGS, num=4, metrics=("frechet",))
@@ -264,7 +264,7 @@ class TestGoingOn:
             (pictures, os.mkfifo, "it is a FIFO"),
             (pictures, lambda path: path.symlink_to(tmp_path / "mine"), "it is a link that leaves its folder"),
             (pictures, lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "too few for its header"),
-            (pictures, lambda path: save_file({"other": tensors["rows"]}, path), "has no rows|in place of pictures"),
+            (pictures, lambda path: save_file({"other": tensors["rows"]}, path), "has no rows|in place of images"),
             (features, lambda path: save_file(tensors, path), "rows that are no simple features"),
         )
         for path, spoil, told in spoils:
@@ -311,7 +311,7 @@ for number in range(30):
 
 
 def test_oracle(model, monolith, data, tmp_path, monkeypatch):
-    """Each caption goes to the expert of the cluster that its picture is in."""
+    """Each caption goes to the expert of the cluster that its image is in."""
     seen: list[list[int]] = []
     generate = module.generate
 
@@ -376,7 +376,7 @@ class TestRefused:
             evaluate([Contender("ours", model)], data, tmp_path / "file" / "out", SETTINGS)
 
     def test_an_empty_split(self, tmp_path):
-        """Nothing held out: the captions are those of training, and there is no column of real pictures."""
+        """Nothing held out: the captions are those of training, and there is no column of real images."""
         data = tmp_path / "data"
         prepare(Source("avatars", num=12, size=32), data, PrepareSettings(size=32, holdout=0), 0, progress=False)
         evaluation = Evaluation(data, tmp_path / "out", replace(SETTINGS, num=4), progress=False)
@@ -389,7 +389,7 @@ class TestRefused:
     def test_too_few_for_neighbours(self, data, tmp_path):
         few = replace(SETTINGS, num=3, metrics=("coverage",))
         with pytest.raises(
-            InputError, match="coverage cannot be measured: 3 neighbours need 4 pictures, and there are 3"
+            InputError, match="coverage cannot be measured: 3 neighbours need 4 images, and there are 3"
         ):
             Evaluation(data, tmp_path, few, progress=False)
         assert "coverage" in Evaluation(data, tmp_path, replace(few, metrics=()), progress=False).left_out
@@ -446,8 +446,8 @@ class TestSanity:
     """Pictures of nothing are not to pass for good ones."""
 
     def judged(self, monkeypatch, model: Path, data: Path, out: Path, paint) -> dict:
-        """What results.json says of a model that makes these pictures."""
-        monkeypatch.setattr(Asked, "paint", paint)
+        """What results.json says of a model that makes these images."""
+        monkeypatch.setattr(SampleSet, "paint", paint)
         settings = MetricSettings(num=80, features=("simple",), metrics=("frechet", "kernel", "coverage"))
         return evaluate([Contender("ours", model, replace(QUICK, batch=80))], data, out, settings, progress=False)
 
@@ -514,7 +514,7 @@ class TestSanity:
         for model in models[1:]:
             model["hash"] = "0"
         (told,) = crowded(models)
-        assert told.startswith("b has a density of 3.96 by simple features, real pictures 1.00: its pictures crowd")
+        assert told.startswith("b has a density of 3.96 by simple features, real images 1.00: its images crowd")
         assert crowded(models[1:]) == crowded([]) == []
 
 
@@ -525,19 +525,19 @@ class TestTable:
              "--metrics", "frechet", "accuracy", "--out", str(tmp_path / "out"), "--device", "cpu"]
         )  # fmt: skip
         shown = capsys.readouterr().out
-        assert "| real pictures | model | monolith |" in shown
+        assert "| real images | model | monolith |" in shown
         assert "Frechet distance (colour and edge features; not Inception FID) | lower is better |" in shown
         table = (tmp_path / "out" / "results.md").read_text()
         results = json.loads((tmp_path / "out" / "results.json").read_text())
         assert table == render_table(results)
         assert results["networks"]["simple"]["fingerprint"] in table
-        assert "6 pictures span fewer than the 132 dimensions of simple" in table
+        assert "6 images span fewer than the 132 dimensions of simple" in table
         assert str(tmp_path) not in table + json.dumps(results)
         for name in ("samples.png", "metrics.png"):
             assert (tmp_path / "out" / name).stat().st_size > 1000
 
     def results(self, *values):
-        models = [{"name": "real pictures", "num": 5, "seeds": 1, "figures": {}}]
+        models = [{"name": "real images", "num": 5, "seeds": 1, "figures": {}}]
         for i, (value, error) in enumerate(values):
             found = {"value": value, "error": error, "error_from": "seeds"}
             models.append({"name": f"m|{i}", "hash": "0", "num": 9, "seeds": 2, "sampling": {"steps": 3},

@@ -50,7 +50,7 @@ def recipe(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_has_the_same_budget(name, recipe):
-    """However many experts, one step of all of them has as many pictures as one of the monolith."""
+    """However many experts, one step of all of them has as many images as one of the monolith."""
     found = Recipe.read(recipe)
     for row in get_study(name, 4, Sampling()).rows:
         settings = [found.settings_of(part, seed=7) for part in row.model.experts]
@@ -105,7 +105,7 @@ def test_the_tables():
         return {"name": name, "figures": figures, **more}
 
     rows = [
-        row("real pictures", 0.5, None, 0),
+        row("real images", 0.5, None, 0),
         row("monolith", 4.9, 0.2, 1e8, hash=["a"], hddm="29.64"),
         row("top-1", 4.3, 0.1, 1.001e8, hash=["b"], hddm="30.60"),
     ]
@@ -259,7 +259,7 @@ def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     begun = json.loads((tmp_path / "out/seed_0/parts/kmeans_2_fm_0_from_ddpm_1/run.json").read_text())
     assert "kmeans_2_ddpm_1" in json.dumps(begun)
     rows = {row["name"]: row for row in results["studies"]["table4"]["rows"]}
-    assert list(rows) == ["real pictures", "2 FM", "1 DDPM, 1 FM"]
+    assert list(rows) == ["real images", "2 FM", "1 DDPM, 1 FM"]
     assert len(set(rows["2 FM"]["hash"])) == 2  # a model for each seed of training
     assert len(rows["2 FM"]["figures"]["frechet/simple"]["values"]) == 2
     native, exact = ("DDPM, native", "DDPM to FM, exact")

@@ -16,7 +16,7 @@ def demo(out: Path = Path("demo"), compare: bool = False, quick: bool = False) -
     Args:
         out: The folder to make: OUT/report.html is for you, OUT/results.json for programs.
         compare: Also train a monolith with as many FLOPs, and an ensemble of flow matching alone.
-        quick: Tiny settings, whose pictures are noise: to see in half a minute whether all of it runs.
+        quick: Tiny settings, whose images are noise: to see in half a minute whether all of it runs.
     """
     from atoll.experiments.demo import FULL, QUICK, run_demo
 

@@ -35,7 +35,7 @@ def reproduce(
             comparisons are; reproduce_paper is at the papers' scale.
         seeds: Of training, in place of the recipe's.
         dry_run: Print the parts, models and rows of the plan with the FLOPs and memory they need, and do nothing else.
-        out: The folder for all that is made, results.json, results.md and pictures of each comparison.
+        out: The folder for all that is made, results.json, results.md and images of each comparison.
     """
     from dataclasses import replace
 

@@ -18,7 +18,7 @@ from atoll.storage import read_json, write_json, write_whole
 from atoll.tensors import TensorFile, read_tensors
 
 ROWS = "rows"
-AGAIN = "remove it, and give the same command again"
+AGAIN = "remove it, and rerun the command"
 
 
 @dataclass(frozen=True)

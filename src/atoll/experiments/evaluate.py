@@ -1,7 +1,7 @@
-"""`atoll evaluate`: pictures that models make of a data set's captions, measured against its pictures.
+"""`atoll evaluate`: images that models make of a data set's captions, measured against its images.
 
-OUT/pictures/KEY/     what a model has made, a file per batch; KEY stands for all that the pictures depend on
-OUT/features/KEY/     of these pictures and of the real ones, by each network
+OUT/pictures/KEY/     what a model has made, a file per batch; KEY stands for all that the images depend on
+OUT/features/KEY/     of these images and of the real ones, by each network
 OUT/results.json, results.md, samples.png, metrics.png
 
 Whatever is there is not made again, so the same command resumes after any end. Nothing is written to the data.
@@ -54,15 +54,15 @@ from atoll.sampling.routing import get_routing
 from atoll.storage import alone, make_folder, resolved, write_json
 
 ON_A_SHEET = 12
-COUNTED = 8  # pictures of which FLOPs are counted
-REAL = "real pictures"
+COUNTED = 8  # images of which FLOPs are counted
+REAL = "real images"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How pictures are made."""
+    """How images are made."""
 
-    routing: str = defaults.ROUTING  # also oracle: the expert of the cluster that the caption's picture is in
+    routing: str = defaults.ROUTING  # also oracle: the expert of the cluster that the caption's image is in
     guidance: float | None = None  # None: as the model wants it
     steps: int = defaults.STEPS
     solver: str = defaults.SOLVER  # also ancestral and ddim, for one expert on its own schedule
@@ -79,7 +79,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model folder, how it is to make pictures, and what it is called in tables."""
+    """A model folder, how it is to make images, and what it is called in tables."""
 
     name: str
     model: Path
@@ -87,15 +87,15 @@ class Contender:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A set of pictures that a model is to make: one of each caption, with seeds from the first on."""
+class SampleSet:
+    """A set of images that a model is to make: one of each caption, with seeds from the first on."""
 
     pipe: AtollPipeline
     sampling: Sampling
     captions: list[str]
     first_seed: int
-    about: dict[str, Any]  # all that the pictures depend on, but for how many they are
-    clusters: NDArray[np.int64] | None = None  # of the pictures that the captions belong to
+    about: dict[str, Any]  # all that the images depend on, but for how many they are
+    clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to
 
     def paint(self, some: slice, output_type: str = "pt") -> Tensor:
         """Images [n, 3, S, S] in [0, 1], or their latents."""
@@ -142,7 +142,7 @@ def evaluate(
     cluster: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Judge the models, write results.json, results.md and pictures, and return what results.json says."""
+    """Judge the models, write results.json, results.md and images, and return what results.json says."""
     if not contenders:
         raise InputError("there is no model to evaluate: give at least one")
     names = [contender.name for contender in contenders]
@@ -194,7 +194,7 @@ class Evaluation:
         self.suite = MetricSuite(self.rows, out, settings, self.metrics, progress)
         self._note_sizes()
 
-    # --- what is asked ----------------------------------------------------------------------------------------------
+    # --- prompts and metrics ----------------------------------------------------------------------------------------
 
     def _choose_prompts(self, given: Sequence[str] | None) -> tuple[str, NDArray[np.int64] | None, list[str]]:
         """The split, its rows and their captions, in an order that does not depend on how many are taken."""
@@ -213,14 +213,14 @@ class Evaluation:
 
     @cached_property
     def _labels(self) -> list[str]:
-        """Of the pictures that the prompts belong to; empty where there are none."""
+        """Of the images that the prompts belong to; empty where there are none."""
         if self._prompt_rows is None:
             return [""] * len(self.prompts)
         return self.rows.data.texts("label", self._prompt_rows)
 
     def _choose_metrics(self) -> tuple[str, ...]:
         """Those asked for, which must be possible; or all that are."""
-        asked = self.settings.metrics or METRICS
+        wanted = self.settings.metrics or METRICS
         reasons = {
             "accuracy": self._why_no_accuracy(),
             "diversity": _why_no_lpips(),
@@ -231,16 +231,16 @@ class Evaluation:
         for metric, reason in reasons.items():
             if reason and metric in self.settings.metrics:
                 raise InputError(f"{metric} cannot be measured: {reason}")
-            if reason and metric in asked:
+            if reason and metric in wanted:
                 self.left_out[metric] = reason
-        return tuple(metric for metric in asked if metric not in self.left_out)
+        return tuple(metric for metric in wanted if metric not in self.left_out)
 
     def _why_no_accuracy(self) -> str:
         try:
             for caption in self.prompts:
                 attributes_of(caption)
         except InputError:
-            return "the captions are not those of avatars, which alone can be read back from pictures"
+            return "the captions are not those of avatars, which alone can be read back from images"
         return ""
 
     def _why_no_labels(self) -> str:
@@ -253,14 +253,14 @@ class Evaluation:
         fewest = min(self.settings.num, self.settings.num_reference, len(self.rows.train))
         if fewest >= least:
             return ""
-        return f"{least - 1} neighbours need {least} pictures, and there are {fewest}: use more, or fewer --neighbours"
+        return f"{least - 1} neighbours need {least} images, and there are {fewest}: use more, or fewer --neighbours"
 
     def _note_sizes(self) -> None:
         """What is to be known of the numbers before they are compared with others."""
         num, captions = self.settings.num, len(self.prompts)
         if captions < num:
             self.notes.append(
-                f"{plural(captions, 'caption')} for {num} pictures: each is used about {num / captions:.1f} times, "
+                f"{plural(captions, 'caption')} for {num} images: each is used about {num / captions:.1f} times, "
                 "with other noise."
             )
         if "frechet" not in self.metrics:
@@ -268,16 +268,16 @@ class Evaluation:
         for name, network in self.suite.networks.items():
             if num <= network.dim:
                 self.notes.append(
-                    f"{num} pictures span fewer than the {network.dim} dimensions of {name}: for that alone the "
-                    "Frechet distance is much too large, in all columns of as many pictures alike."
+                    f"{num} images span fewer than the {network.dim} dimensions of {name}: for that alone the "
+                    "Frechet distance is much too large, in all columns of as many images alike."
                 )
             if num < (least := least_for_infinity(network.dim)):
-                self.left_out[f"frechet_infinity/{name}"] = f"it needs {least} pictures or more: --num {least}"
+                self.left_out[f"frechet_infinity/{name}"] = f"it needs {least} images or more: --num {least}"
 
     def describe(self) -> dict[str, Any]:
         """What results.json says beside the models."""
         about = self.rows.data.about
-        asked = {key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip")}
+        settings = {key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip")}
         return {
             "data": {
                 "name": about["source"]["name"],
@@ -288,7 +288,7 @@ class Evaluation:
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
             "reference": {"split": "train", "num": self.suite.num_reference, "pictures": "decoded from latents"},
-            "settings": {**asked, "metrics": list(self.metrics)},
+            "settings": {**settings, "metrics": list(self.metrics)},
             "networks": self.suite.describe(),
             "left_out": self.left_out,
             "notes": self.notes,
@@ -297,16 +297,16 @@ class Evaluation:
     # --- the data ---------------------------------------------------------------------------------------------------
 
     def real(self) -> list[dict[str, Any]]:
-        """The same figures of real pictures that are not in the reference: what a model cannot surpass by much."""
+        """The same figures of real images that are not in the reference: what a model cannot surpass by much."""
         num, figures = self.suite.measure_real()
         if not figures:
             self.notes.append(
-                f"Of real pictures outside of the reference there are {num}, too few to measure: they have no column."
+                f"Of real images outside of the reference there are {num}, too few to measure: they have no column."
             )
             return []
         if num < self.settings.num:
             self.notes.append(
-                f"Only {plural(num, 'real picture')} outside of the reference: their distances are larger than "
+                f"Only {plural(num, 'real image')} outside of the reference: their distances are larger than "
                 f"those of {self.settings.num} would be."
             )
         return [{"name": REAL, "num": num, "seeds": 1, "figures": self.suite.combine([figures])}]
@@ -323,14 +323,14 @@ class Evaluation:
     def real_images(self) -> Images:
         """Those that the first prompts belong to."""
         assert self._prompt_rows is not None
-        return self.suite.pictures_of_rows(self._prompt_rows[:ON_A_SHEET])
+        return self.suite.images_of_rows(self._prompt_rows[:ON_A_SHEET])
 
     # --- the models -------------------------------------------------------------------------------------------------
 
     def check(self, contender: Contender) -> None:
-        """Refuse what cannot be judged: one picture is drawn, in one step."""
+        """Refuse what cannot be judged: one image is drawn, in one step."""
         quick = replace(contender, sampling=replace(contender.sampling, steps=1))
-        self._ask(self._open(contender), quick, self.settings.first_seed).paint(slice(0, 1), "latent")
+        self._sample_set(self._open(contender), quick, self.settings.first_seed).paint(slice(0, 1), "latent")
 
     def judge(self, contender: Contender) -> dict[str, Any]:
         """All figures of one model."""
@@ -338,13 +338,13 @@ class Evaluation:
         pipe = self._open(contender)
         seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
         figures = self.suite.combine(
-            [self._judge_set(self._ask(pipe, contender, seed), contender) for seed in seeds]
+            [self._judge_set(self._sample_set(pipe, contender, seed), contender) for seed in seeds]
         )
         if "diversity" in self.metrics:
             figures |= self.suite.combine([self._judge_varied(pipe, contender)])
         if "flops" in self.metrics:
-            asked = self._ask(pipe, contender, settings.first_seed)
-            figures |= self.suite.combine([{"flops_an_image": Figure(count_flops(asked))}])
+            samples = self._sample_set(pipe, contender, settings.first_seed)
+            figures |= self.suite.combine([{"flops_an_image": Figure(count_flops(samples))}])
         return {
             "name": contender.name,
             "hash": pipe.index.hash,
@@ -357,9 +357,9 @@ class Evaluation:
 
     def first_images(self, contender: Contender) -> Images:
         """Of the first prompts, which `judge` has made."""
-        asked = self._ask(self._open(contender), contender, self.settings.first_seed)
+        samples = self._sample_set(self._open(contender), contender, self.settings.first_seed)
         found: list[Images] = []
-        for part in self._pictures(asked, contender):
+        for part in self._images(samples, contender):
             found.append(part)
             if sum(map(len, found)) >= ON_A_SHEET:
                 break
@@ -371,27 +371,27 @@ class Evaluation:
         )
         if pipe.index.latent_space.codec.fingerprint != self.rows.data.about["codec"]["fingerprint"]:
             warnings.warn(
-                f"{contender.name} has another codec than the data: its pictures are measured against what the codec "
+                f"{contender.name} has another codec than the data: its images are measured against what the codec "
                 "of the data gives back",
                 stacklevel=2,
             )
         return pipe
 
-    def _ask(self, pipe: AtollPipeline, contender: Contender, seed: int) -> Asked:
-        """For a picture of each prompt, and of the first ones again until there are enough."""
+    def _sample_set(self, pipe: AtollPipeline, contender: Contender, seed: int) -> SampleSet:
+        """For an image of each prompt, and of the first ones again until there are enough."""
         places = np.arange(self.settings.num) % len(self.prompts)
-        return self._asked(pipe, contender, places, seed * MOST_PICTURES, hash_of(self.prompts))
+        return self._make_set(pipe, contender, places, seed * MOST_PICTURES, hash_of(self.prompts))
 
-    def _ask_varied(self, pipe: AtollPipeline, contender: Contender) -> Asked:
-        """For several pictures of each of some prompts, with seeds beyond those of all others."""
+    def _varied_set(self, pipe: AtollPipeline, contender: Contender) -> SampleSet:
+        """For several images of each of some prompts, with seeds beyond those of all others."""
         firsts = list({caption: i for i, caption in reversed(list(enumerate(self.prompts)))}.values())
         places = np.repeat(np.sort(firsts)[: self.settings.varied], self.settings.each)
         first_seed = 2**62 + self.settings.first_seed * MOST_PICTURES
-        return self._asked(pipe, contender, places, first_seed, hash_of([self.prompts, self.settings.each]))
+        return self._make_set(pipe, contender, places, first_seed, hash_of([self.prompts, self.settings.each]))
 
-    def _asked(
+    def _make_set(
         self, pipe: AtollPipeline, contender: Contender, places: NDArray[np.int64], first_seed: int, prompts: str
-    ) -> Asked:
+    ) -> SampleSet:
         sampling, clusters = _resolved(contender.sampling, pipe), None
         about = {
             "model": pipe.index.hash,
@@ -404,12 +404,12 @@ class Evaluation:
         if sampling.routing == "oracle":
             clusters = self._clusters(pipe, contender)[places]
             about["clusters"] = hash_of(clusters.tolist())
-        return Asked(pipe, sampling, [self.prompts[i] for i in places], first_seed, about, clusters)
+        return SampleSet(pipe, sampling, [self.prompts[i] for i in places], first_seed, about, clusters)
 
     def _clusters(self, pipe: AtollPipeline, contender: Contender) -> NDArray[np.int64]:
-        """The cluster of the picture that each prompt belongs to."""
+        """The cluster of the image that each prompt belongs to."""
         if self._prompt_rows is None:
-            raise InputError("oracle routing needs the clusters of the prompts' pictures: take prompts from the data")
+            raise InputError("oracle routing needs the clusters of the prompts' images: take prompts from the data")
         found = self.rows.data.clusters()[self._prompt_rows]
         if pipe.num_experts <= (last := int(found.max())):
             raise InputError(
@@ -418,42 +418,42 @@ class Evaluation:
             )
         return found
 
-    def _pictures(self, asked: Asked, contender: Contender) -> Iterator[Images]:
+    def _images(self, samples: SampleSet, contender: Contender) -> Iterator[Images]:
         """A batch at a time; what is in the store is read."""
         what = f"{contender.name} draws"
-        return self._store(asked).rows(
-            len(asked.captions), lambda some: bytes_of(asked.paint(some)), what, self.progress
+        return self._store(samples).rows(
+            len(samples.captions), lambda some: bytes_of(samples.paint(some)), what, self.progress
         )
 
-    def _store(self, asked: Asked) -> Store:
-        return Store.at(self.out / "pictures", asked.about, asked.sampling.batch)
+    def _store(self, samples: SampleSet) -> Store:
+        return Store.at(self.out / "pictures", samples.about, samples.sampling.batch)
 
-    def _judge_set(self, asked: Asked, contender: Contender) -> Figures:
-        """The figures of the pictures of one seed."""
-        for _ in self._pictures(asked, contender):
+    def _judge_set(self, samples: SampleSet, contender: Contender) -> Figures:
+        """The figures of the images of one seed."""
+        for _ in self._images(samples, contender):
             pass  # into the store, from which each network reads them
         figures: Figures = {}
-        labels = [self._labels[i % len(self._labels)] for i in range(len(asked.captions))]
+        labels = [self._labels[i % len(self._labels)] for i in range(len(samples.captions))]
         for name in self.suite.networks:
-            vectors = self.suite.vectors(name, self._store(asked), len(asked.captions), contender.name)
+            vectors = self.suite.vectors(name, self._store(samples), len(samples.captions), contender.name)
             figures |= self.suite.compare(name, vectors, labels, alone=self.settings.seeds == 1)
-        return figures | self.suite.look(self._pictures(asked, contender), asked.captions, contender.name)
+        return figures | self.suite.look(self._images(samples, contender), samples.captions, contender.name)
 
     def _judge_varied(self, pipe: AtollPipeline, contender: Contender) -> Figures:
-        pictures = np.concatenate(list(self._pictures(self._ask_varied(pipe, contender), contender)))
+        images = np.concatenate(list(self._images(self._varied_set(pipe, contender), contender)))
         each = self.settings.each
-        return self.suite.measure_groups(pictures[i : i + each] for i in range(0, len(pictures), each))
+        return self.suite.measure_groups(images[i : i + each] for i in range(0, len(images), each))
 
 
 def _resolved(sampling: Sampling, pipe: AtollPipeline) -> Sampling:
     return replace(sampling, guidance=pipe.guidance) if sampling.guidance is None else sampling
 
 
-def count_flops(asked: Asked) -> float:
-    """Of making a picture, on average over a few."""
-    num = min(COUNTED, len(asked.captions))
+def count_flops(samples: SampleSet) -> float:
+    """Of making an image, on average over a few."""
+    num = min(COUNTED, len(samples.captions))
     with counting() as total:
-        asked.paint(slice(0, num), "latent")
+        samples.paint(slice(0, num), "latent")
         return total() / num
 
 

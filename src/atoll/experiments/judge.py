@@ -136,9 +136,9 @@ def _by_attribute(pairs: Pairs) -> dict[str, float]:
     return {name: float(np.mean([seen[name] == want[name] for seen, want in pairs])) for name in ATTRIBUTES}
 
 
-def images_of(pictures: Images) -> Tensor:
+def images_of(images: Images) -> Tensor:
     """Returns bytes [n, S, S, 3] as images [n, 3, S, S] in [-1, 1]."""
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def bytes_of(images: object) -> Images:

@@ -1,4 +1,4 @@
-"""What pictures are measured by: networks, and what these see in the data, kept so that it is computed once."""
+"""What images are measured by: networks, and what these see in the data, kept so that it is computed once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +43,7 @@ Vectors = NDArray[np.float32]
 class MetricSettings:
     """What is measured."""
 
-    num: int = 1000  # pictures of each seed
+    num: int = 1000  # images of each seed
     seeds: int = 1  # so many times as many; with several, errors are over these
     first_seed: int = 0
     features: tuple[str, ...] = ("efficientnet",)
@@ -51,8 +51,8 @@ class MetricSettings:
     split: str | None = None  # whose captions are prompts: the held-out ones, or all where none are held out
     clip: str | None = None
     neighbours: int = NEIGHBOURS
-    num_reference: int = 10_000  # pictures of the training data, at most
-    varied: int = 50  # prompts of which several pictures are made, for diversity
+    num_reference: int = 10_000  # images of the training data, at most
+    varied: int = 50  # prompts of which several images are made, for diversity
     each: int = 4  # so many
     device: str = "cpu"
 
@@ -73,7 +73,7 @@ class MetricSettings:
 
 
 class Figure(NamedTuple):
-    """A number of one set of pictures, and how uncertain it is if there is no other set to tell."""
+    """A number of one set of images, and how uncertain it is if there is no other set to tell."""
 
     value: float
     error: float | None = None
@@ -92,7 +92,7 @@ def reference_labels(rows: DatasetView, settings: MetricSettings) -> list[str]:
 
 
 class MetricSuite:
-    """The networks, and the reference that pictures are compared with: the training pictures, through the codec."""
+    """The networks, and the reference that images are compared with: the training images, through the codec."""
 
     def __init__(
         self, rows: DatasetView, out: Path, settings: MetricSettings, metrics: Sequence[str], progress: bool
@@ -155,31 +155,47 @@ class MetricSuite:
             for name in self.networks
         }
 
-    def pictures_of_rows(self, rows: NDArray[np.int64]) -> Images:
+    def images_of_rows(self, rows: NDArray[np.int64]) -> Images:
         """As their latents give them: what the codec loses is not held against a model."""
         self.rows.latents(rows)  # refuses damaged ones
         return decode_rows(self.rows.data, rows, self.codec, side=2**20)
 
     def _vectors_of_rows(
-        self,
-        name: str,
-        which: str,
-        rows: NDArray[np.int64],
-        num: int,
-        change: Callable[[Images], Images] = lambda pictures: pictures,
+        self, name: str, which: str, rows: NDArray[np.int64], num: int, change: Callable[[Images], Images] | None = None
     ) -> Vectors:
-        """Of the first of some rows, whose order and change depend on nothing but the data and `which`."""
+        """Returns the features of the first rows, whose order and change depend on nothing but the data and `which`."""
+
+        def images_of_slice(some: slice) -> Images:
+            images = self.images_of_rows(rows[some])
+            return change(images) if change else images
+
         codec = self.rows.data.about["codec"]["fingerprint"]
         of = {"data": self.rows.fingerprint, "codec": codec, "rows": which}
+        return self._cached(name, of, ROWS_A_FILE, num, images_of_slice, "real images")
 
-        def make(some: slice) -> Vectors:
-            return self._extract(name, change(self.pictures_of_rows(rows[some])))
+    def vectors(self, name: str, images: Store, num: int, what: str) -> Vectors:
+        """Returns the features of images that are in a store, and keeps them beside it."""
+        return self._cached(name, dict(images.about), images.size, num, images.read, what)
 
-        store = Store.at(self.out / "features", {"of": of, "network": self._key_of(name)}, ROWS_A_FILE)
-        return self._joined(name, store.rows(num, make, f"{name} looks at real pictures", self.progress))
+    def _cached(
+        self, name: str, of: Mapping[str, Any], size: int, num: int, read: Callable[[slice], Images], what: str
+    ) -> Vectors:
+        """Returns the features that a network gives of images; those that were computed before are read."""
+        network = self.networks[name]
+        about = network.describe()
+        key = {"of": of, "network": {"fingerprint": about["fingerprint"], "dtype": about["dtype"]}}
+        store = Store.at(self.out / "features", key, size)
+        parts = list(
+            store.rows(num, lambda some: self._extract(name, read(some)), f"{name} looks at {what}", self.progress)
+        )
+        if any(part.ndim != 2 or part.shape[1] != network.dim or part.dtype != np.float32 for part in parts):
+            raise InputError(
+                f"{self.out / 'features'} holds rows that are no {name} features: remove it, and rerun the command"
+            )
+        return np.concatenate(parts)
 
     def measure_real(self) -> tuple[int, Figures]:
-        """How many real pictures are outside of the reference, and their figures; none where they are too few."""
+        """How many real images are outside of the reference, and their figures; none where they are too few."""
         rows = self.others[: self.settings.num]
         if len(rows) < (self.settings.neighbours + 1 if "coverage" in self.metrics else 2):
             return len(rows), {}
@@ -188,14 +204,14 @@ class MetricSuite:
             which = f"outside of {self.num_reference}"
             vectors = self._vectors_of_rows(name, which, self.others, len(rows))
             figures |= self.compare(name, vectors, self.rows.data.texts("label", rows), alone=True)
-        batches = (self.pictures_of_rows(some) for some in np.array_split(rows, 1 + len(rows) // 64))
-        figures |= self.look(batches, self.rows.data.texts("caption", rows), "real pictures")
+        batches = (self.images_of_rows(some) for some in np.array_split(rows, 1 + len(rows) // 64))
+        figures |= self.look(batches, self.rows.data.texts("caption", rows), "real images")
         if self.distance is not None and (groups := self._alike()):
-            figures |= self.measure_groups(self.pictures_of_rows(np.array(rows)) for rows in groups)
+            figures |= self.measure_groups(self.images_of_rows(np.array(rows)) for rows in groups)
         return len(rows), figures
 
     def check(self) -> list[Check]:
-        """The figures of as many real pictures outside of the reference and quilts; none where there are few."""
+        """The figures of as many real images outside of the reference and quilts; none where there are few."""
         num = min(CHECKED, self.settings.num, len(self.others))
         checks: list[Check] = []
         if num < max(LEAST, self.settings.neighbours + 1):
@@ -203,21 +219,9 @@ class MetricSuite:
         for name in self.networks:
             real = self._vectors_of_rows(name, f"outside of {self.num_reference}", self.others, num)
             quilts = self._vectors_of_rows(name, f"quilts of {num}", self.shuffled, num, quilts_of)
-            pairs = zip(*(self._distances(name, vectors).items() for vectors in (real, quilts)), strict=True)
-            checks += [Check(metric, name, one, other) for (metric, one), (_, other) in pairs]
+            figures = [self._distances(name, vectors, alone=False) for vectors in (real, quilts)]
+            checks += [Check(key.partition("/")[0], name, *(one[key].value for one in figures)) for key in figures[0]]
         return checks
-
-    def _distances(self, name: str, vectors: Vectors) -> dict[str, float]:
-        """Those of a check, without errors."""
-        moments, real = self.references[name]
-        found = {}
-        if "frechet" in self.metrics:
-            found["frechet"] = frechet_to(moments, vectors)
-        if "kernel" in self.metrics:
-            found["kernel"] = kernel_distance(real, vectors).value
-        if "coverage" in self.metrics:
-            found |= asdict(measure_coverage(real[: len(vectors)], vectors, self.settings.neighbours))
-        return found
 
     def _alike(self) -> list[list[int]]:
         """Rows of the reference that share a caption, `each` of a caption."""
@@ -230,55 +234,37 @@ class MetricSuite:
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
-    def vectors(self, name: str, pictures: Store, num: int, what: str) -> Vectors:
-        """The features of pictures that are in a store, kept beside them."""
-        own = {"of": dict(pictures.about), "network": self._key_of(name)}
-        store = Store.at(self.out / "features", own, pictures.size)
-        parts = store.rows(
-            num, lambda some: self._extract(name, pictures.read(some)), f"{name} looks at {what}", self.progress
-        )
-        return self._joined(name, parts)
-
-    def _joined(self, name: str, parts: Iterator[Vectors]) -> Vectors:
-        """All vectors as one, if each file that was kept holds what this network gives."""
-        found = list(parts)
-        if any(
-            part.ndim != 2 or part.shape[1] != self.networks[name].dim or part.dtype != np.float32 for part in found
-        ):
+    def _extract(self, name: str, images: Images) -> Vectors:
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3:
             raise InputError(
-                f"{self.out / 'features'} holds rows that are no {name} features: remove it, and give the same command "
-                "again"
+                f"there are rows {list(images.shape)} of {images.dtype} in place of images: remove what is in "
+                f"{self.out / 'pictures'}, and rerun the command"
             )
-        return np.concatenate(found)
-
-    def _key_of(self, name: str) -> dict[str, Any]:
-        about = self.networks[name].describe()
-        return {"fingerprint": about["fingerprint"], "dtype": about["dtype"]}
-
-    def _extract(self, name: str, pictures: Images) -> Vectors:
-        if pictures.dtype != np.uint8 or pictures.ndim != 4 or pictures.shape[3] != 3:
-            raise InputError(
-                f"there are rows {list(pictures.shape)} of {pictures.dtype} in place of pictures: remove what is in "
-                f"{self.out / 'pictures'}, and give the same command again"
-            )
-        vectors = self.networks[name].extract(images_of(pictures).to(self.device)).float().cpu().numpy()
+        vectors = self.networks[name].extract(images_of(images).to(self.device)).float().cpu().numpy()
         if not np.isfinite(vectors).all():
             raise InputError(f"{name} gives features that are not finite: its weights are damaged, copy them again")
         return vectors
 
     def compare(self, name: str, vectors: Vectors, labels: Sequence[str], alone: bool) -> Figures:
-        """Distances of a set's features to the reference, and how often they show the labels that were asked for.
+        """Returns a set's distances to the reference, and how often its features show the labels asked for.
 
         `alone`: there are no other seeds to tell their errors.
         """
+        figures = self._distances(name, vectors, alone)
+        if "frechet" in self.metrics and len(vectors) >= least_for_infinity(vectors.shape[1]):
+            limit = frechet_infinity(self.references[name][0], vectors)
+            figures[f"frechet_infinity/{name}"] = Figure(limit.value, limit.error)
+        if "labels" in self.metrics:
+            right = [float(a == b) for a, b in zip(self.readers[name].read(vectors), labels, strict=True)]
+            figures[f"label_accuracy/{name}"] = mean_of(right)
+        return figures
+
+    def _distances(self, name: str, vectors: Vectors, alone: bool) -> Figures:
         moments, real = self.references[name]
         figures: Figures = {}
         if "frechet" in self.metrics:
             error = frechet_error(moments, vectors) if alone and len(vectors) >= 4 else None
             figures[f"frechet/{name}"] = Figure(frechet_to(moments, vectors), error)
-            if len(vectors) >= least_for_infinity(vectors.shape[1]):
-                found = frechet_infinity(moments, vectors)
-                figures[f"frechet_infinity/{name}"] = Figure(found.value, found.error)
         if "kernel" in self.metrics:
             distance = kernel_distance(real, vectors)
             figures[f"kernel/{name}"] = Figure(distance.value, distance.spread)
@@ -286,36 +272,33 @@ class MetricSuite:
             num = min(len(real), len(vectors), MOST_FOR_PAIRS)  # as many of each: recall grows with the number
             shares = measure_coverage(real[:num], vectors[:num], self.settings.neighbours)
             figures |= {f"{key}/{name}": Figure(value) for key, value in asdict(shares).items()}
-        if "labels" in self.metrics:
-            right = [float(a == b) for a, b in zip(self.readers[name].read(vectors), labels, strict=True)]
-            figures[f"label_accuracy/{name}"] = mean_of(right)
         return figures
 
     def look(self, batches: Iterator[Images], captions: Sequence[str], what: str) -> Figures:
-        """What is seen in the pictures themselves, which come a batch at a time."""
+        """What is seen in the images themselves, which come a batch at a time."""
         scores: list[float] = []
         right: list[float] = []
         figures: Figures = {}
 
-        def images() -> Iterator[Tensor]:
+        def seen() -> Iterator[Tensor]:
             hidden = None if self.progress else True
             with tqdm(total=len(captions), desc=f"look at {what}", unit=" images", disable=hidden, leave=False) as bar:
                 first = 0
-                for pictures in batches:
-                    texts = captions[first : first + len(pictures)]
-                    first += len(pictures)
-                    shown = images_of(pictures).to(self.device)
+                for images in batches:
+                    texts = captions[first : first + len(images)]
+                    first += len(images)
+                    shown = images_of(images).to(self.device)
                     if self.clip is not None:
                         scores.extend(self.clip.scores(shown, texts).tolist())
                     if "accuracy" in self.metrics:
-                        right.extend(map(float, are_right(pictures, texts)))
+                        right.extend(map(float, are_right(images, texts)))
                     yield shown
-                    bar.update(len(pictures))
+                    bar.update(len(images))
 
         if self.distance is not None:
-            figures[f"lpips/{LPIPS}"] = Figure(self.distance.mean_over_pairs(images()))
+            figures[f"lpips/{LPIPS}"] = Figure(self.distance.mean_over_pairs(seen()))
         elif self.clip is not None or "accuracy" in self.metrics:
-            for _ in images():
+            for _ in seen():
                 pass
         if self.clip is not None:
             figures[f"clip_score/{self.clip.spec}"] = mean_of(scores)
@@ -324,7 +307,7 @@ class MetricSuite:
         return figures
 
     def measure_groups(self, groups: Iterator[Images]) -> Figures:
-        """How far apart the pictures of one prompt are, on average over prompts."""
+        """How far apart the images of one prompt are, on average over prompts."""
         assert self.distance is not None
         found = [self.distance.mean_over_pairs([images_of(group).to(self.device)]) for group in groups]
         return {f"lpips_per_prompt/{LPIPS}": mean_of(found)}

@@ -1,4 +1,4 @@
-"""The report of a demo: one HTML file with its pictures inside, which asks nothing of any network."""
+"""The report of a demo: one HTML file with its images inside, which asks nothing of any network."""
 
 import base64
 import io
@@ -20,7 +20,7 @@ from atoll.experiments.cache import write_text
 Picture = NDArray[np.uint8]  # [S, S, 3]
 Points = Sequence[tuple[int, float]]
 
-LARGE = 4  # pixels of the file for one of a picture: browsers blur what they enlarge
+LARGE = 4  # pixels of the file for one of an image: browsers blur what they enlarge
 HELDOUT_SHOWN = 24
 KINDS = {"fm": "flow matching", "ddpm": "noise prediction (DDPM)"}
 MODELS = {"ensemble": "ensemble", "homogeneous": "all FM", "monolith": "monolith", "real": "real"}
@@ -41,7 +41,7 @@ class Labelled(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """Who painted a picture, from noise to data."""
+    """Who painted an image, from noise to data."""
 
     caption: str
     times: NDArray[np.float64]
@@ -53,11 +53,11 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gallery:
-    """All pictures of a report."""
+    """All images of a report."""
 
-    clusters: Sequence[NDArray[np.uint8]]  # some pictures of each
+    clusters: Sequence[NDArray[np.uint8]]  # some images of each
     curves: Sequence[Curve]
-    chosen: Sequence[tuple[str, Picture, bool]]  # caption, picture, whether every attribute is right
+    chosen: Sequence[tuple[str, Picture, bool]]  # caption, image, whether every attribute is right
     heldout: Sequence[tuple[str, Picture, bool]]
     same: Sequence[Labelled]
     painted_by: Sequence[int]  # the expert that the router chose, for each of `same`

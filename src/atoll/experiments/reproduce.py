@@ -4,8 +4,8 @@ OUT/pictures/, OUT/prepared/   the data, where a recipe names it
 OUT/data/PARTITION/            the data, cut into clusters
 OUT/seed_0/parts/              experts, monoliths and routers, each trained by a process of its own
 OUT/seed_0/models/             assembled of them
-OUT/evaluation/                their pictures and the features of these
-OUT/results.json, results.md, and two pictures of each comparison: figures, and samples of the first seed
+OUT/evaluation/                their images and the features of these
+OUT/results.json, results.md, and two images of each comparison: figures, and samples of the first seed
 
 Parts that several comparisons need are trained once. The same command resumes after any end.
 """
@@ -62,7 +62,7 @@ CPU = torch.device("cpu")
 class Data:
     """The [data] table of a recipe: how a set that is given by name is prepared."""
 
-    num: int = 10_000  # pictures, at most
+    num: int = 10_000  # images, at most
     size: int = 32
     codec: str = "pca"
     text: str = "words"
@@ -70,7 +70,7 @@ class Data:
     holdout: float = 0.05
 
     def make(self, name: str, out: Path, progress: bool) -> Path:
-        """The folder with the prepared pictures; what is there is not made again."""
+        """The folder with the prepared images; what is there is not made again."""
         source = Source(name, num=self.num, size=self.size) if name in BUILT_IN else self._fetch(name, out, progress)
         settings = self.settings(PACKAGES[name].license if name in PACKAGES else "unknown")
         prepare(source, out / "prepared", settings, progress=progress)
@@ -94,15 +94,15 @@ class Plan:
     seeds: int = 3
     balance: float | None = 1.3  # clusters are at most so many times as large as their mean
     ddpm_weighting: str | None = None  # None: as plain as the paper's
-    num: int = 1000  # pictures of each model
+    num: int = 1000  # images of each model
     split: str | None = None  # whose captions are prompts: held_out, train or all
-    reference: int = 10_000  # pictures of the training data, at most
+    reference: int = 10_000  # images of the training data, at most
     features: tuple[str, ...] = ("efficientnet",)
     varied: int = 50
     each: int = 4
     guidance: float = 2.0
     steps: int = 20
-    batch: int = 250  # pictures at a time, which experts share
+    batch: int = 250  # images at a time, which experts share
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str) or not all(isinstance(spec, str) for spec in self.features):

@@ -1,8 +1,8 @@
-"""Whether figures can be trusted: pictures of nothing must score worse than real ones, and no model much better.
+"""Whether figures can be trusted: images of nothing must score worse than real ones, and no model much better.
 
-Precision and density ask whether pictures lie among the real ones in the space of features. Where features say little,
-it is their middle that lies among all of them: the mean picture under a pattern of tiles, as a model draws it that has
-learned hardly anything, then scores as a photograph does. So as many such quilts are measured as real pictures.
+Precision and density ask whether images lie among the real ones in the space of features. Where features say little,
+it is their middle that lies among all of them: the mean image under a pattern of tiles, as a model draws it that has
+learned hardly anything, then scores as a photograph does. So as many such quilts are measured as real images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-CHECKED, LEAST = 200, 50  # quilts, and as many real pictures; of fewer than LEAST, chance decides
+CHECKED, LEAST = 200, 50  # quilts, and as many real images; of fewer than LEAST, chance decides
 TILE = 8  # pixels
-CONTRAST = 0.5  # of the pattern, beside the contrast within real pictures
-AS_GOOD = 0.9  # of the figure of real pictures, for those of which more is better
-CROWDED = 1.5  # times the density of real pictures
+CONTRAST = 0.5  # of the pattern, beside the contrast within real images
+AS_GOOD = 0.9  # of the figure of real images, for those of which more is better
+CROWDED = 1.5  # times the density of real images
 SHARES = ("precision", "recall", "density", "coverage")  # more is better; of distances, less
 
 
 @dataclass(frozen=True)
 class Check:
-    """A figure of as many real pictures and quilts, by the same network."""
+    """A figure of as many real images and quilts, by the same network."""
 
     metric: str
     network: str
@@ -38,11 +38,11 @@ class Check:
         return {"real": self.real, "quilts": self.quilts, "tells": self.tells}
 
 
-def quilts_of(pictures: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
-    """Returns as many pictures [N, S, S, 3] of nothing: the mean of these, and on it one random tile over and over."""
-    num, side = pictures.shape[:2]
-    mean = pictures.mean(0)
-    within = np.sqrt(pictures.var((1, 2)).mean())
+def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
+    """Returns as many images [N, S, S, 3] of nothing: the mean of these, and on it one random tile over and over."""
+    num, side = images.shape[:2]
+    mean = images.mean(0)
+    within = np.sqrt(images.var((1, 2)).mean())
     tiles = np.random.default_rng(seed).standard_normal((num, TILE, TILE, 1))
     times = -(-side // TILE)
     pattern = np.tile(tiles, (1, times, times, 1))[:, :side, :side]
@@ -51,7 +51,7 @@ def quilts_of(pictures: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
 
 
 def doubts_about(checks: Sequence[Check]) -> list[str]:
-    """Returns a sentence for each network by which quilts are as good as real pictures."""
+    """Returns a sentence for each network by which quilts are as good as real images."""
     found = []
     for network in dict.fromkeys(check.network for check in checks):
         if own := [check for check in checks if check.network == network and not check.tells]:
@@ -59,14 +59,14 @@ def doubts_about(checks: Sequence[Check]) -> list[str]:
             told = ", ".join(f"{check.metric} {check.quilts:.2f} against {check.real:.2f}" for check in own)
             advice = "efficientnet" if network == "simple" else "another network"
             found.append(
-                f"By {network} features, pictures of nothing (the mean one under a pattern of tiles) are as good as "
+                f"By {network} features, images of nothing (the mean one under a pattern of tiles) are as good as "
                 f"real ones ({told}): do not trust {names} by {network} on this data, and use --features {advice}."
             )
     return found
 
 
 def crowded(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a sentence for each model whose pictures are denser among real ones than real ones are."""
+    """Returns a sentence for each model whose images are denser among real ones than real ones are."""
     real = [model for model in models if "hash" not in model and model["num"] >= LEAST]
     made = [model for model in models if "hash" in model and model["num"] >= LEAST]
     keys = [key for model in real for key in model["figures"] if key.startswith("density/")]
@@ -74,8 +74,8 @@ def crowded(models: Sequence[Mapping[str, Any]]) -> list[str]:
         (model, key, model["figures"][key]["value"], real[0]["figures"][key]["value"]) for model in made for key in keys
     ]
     return [
-        f"{model['name']} has a density of {own:.2f} by {key.partition('/')[2]} features, real pictures {usual:.2f}: "
-        "its pictures crowd in the middle of the data, because of strong guidance or because they show little, so look "
+        f"{model['name']} has a density of {own:.2f} by {key.partition('/')[2]} features, real images {usual:.2f}: "
+        "its images crowd in the middle of the data, because of strong guidance or because they show little, so look "
         "at samples.png, recall and coverage."
         for model, key, own, usual in pairs
         if own > CROWDED * usual

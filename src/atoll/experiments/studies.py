@@ -100,7 +100,7 @@ NAMES = ("table1", "table3", "table4", "threshold", "clusters", "experts", "conv
 
 
 def get_study(name: str, num: int, usual: Sampling) -> Study:
-    """One of NAMES for so many experts, pictures being made as usual."""
+    """One of NAMES for so many experts, images being made as usual."""
     if num < 2:
         raise InputError(f"a comparison needs at least 2 experts, but num_experts is {num}")
     makers = {
@@ -217,7 +217,7 @@ def _threshold(num: int, way: _Ways) -> Study:
 
 def _clusters(num: int, way: _Ways) -> Study:
     return Study(
-        "Clusters of like pictures, and random ones (DDM)",
+        "Clusters of like images, and random ones (DDM)",
         "Random clusters are clearly worse.",
         (
             Row("k-means", mixed(num, 0), way()),
@@ -260,7 +260,7 @@ def _router(num: int, way: _Ways) -> Study:
     reads, blind = mixed(num, 0), mixed(num, 0, router="blind-router")
     return Study(
         "A router that reads the text, and one that does not",
-        "HDDM's router sees only the noisy picture, DDM's the text too; neither compares them.",
+        "HDDM's router sees only the noisy image, DDM's the text too; neither compares them.",
         tuple(
             Row(f"{label}, {name}", model, way(routing))
             for name, model in (("reads the text", reads), ("blind", blind))

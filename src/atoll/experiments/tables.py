@@ -36,7 +36,7 @@ def name_of(key: str) -> str:
     """What a figure is called: `frechet/simple` is no FID, and says so."""
     metric, _, network = key.partition("/")
     by = _network_of(network)
-    infinite = ", extrapolated to pictures without number" if metric == "frechet_infinity" else ""
+    infinite = ", extrapolated to images without number" if metric == "frechet_infinity" else ""
     if metric in ("frechet", "frechet_infinity"):
         fid = "Inception of 2015-12-05, as pytorch-fid scales" if network == "inception" else f"{by}; not Inception FID"
         return f"Frechet distance ({fid}){infinite}"
@@ -44,10 +44,10 @@ def name_of(key: str) -> str:
         kid = "Inception of 2015-12-05" if network == "inception" else f"{by}; not Inception KID"
         return f"Kernel distance ({kid})"
     names = {
-        "lpips_per_prompt": f"distance between pictures of one prompt ({by}; not LPIPS itself)",
-        "lpips": f"distance between all pictures ({by}; not LPIPS itself)",
+        "lpips_per_prompt": f"distance between images of one prompt ({by}; not LPIPS itself)",
+        "lpips": f"distance between all images ({by}; not LPIPS itself)",
         "clip_score": f"CLIP score ({network.partition(':')[2]})",
-        "label_accuracy": f"pictures in which a linear classifier sees the prompt's label ({by})",
+        "label_accuracy": f"images in which a linear classifier sees the prompt's label ({by})",
         "prompt_accuracy": "prompts followed in every attribute",
         "flops_an_image": "FLOPs per image",
     }
@@ -86,7 +86,7 @@ def render_table(results: Mapping[str, Any]) -> str:
     models, prompts = results["models"], results["prompts"]
     lines = [f"# Evaluation on {plain(results['data']['name'])}", ""]
     lines += [f"| | | {' | '.join(plain(model['name']) for model in models)} |", "|---|---|" + "---|" * len(models)]
-    lines.append(f"| pictures | | {' | '.join(_counted(model) for model in models)} |")
+    lines.append(f"| images | | {' | '.join(_counted(model) for model in models)} |")
     for key in keys_of(results["models"]):
         cells = [cell_of(key, model, models) for model in models]
         lines.append(f"| {name_of(key)} | {better(key)} | {' | '.join(cells)} |")
@@ -100,7 +100,7 @@ def render_table(results: Mapping[str, Any]) -> str:
     reference = results["reference"]
     lines += [
         f"- Prompts: {prompts['num']} captions of the split `{prompts['split']}`, SHA-256 `{prompts['hash']}`.",
-        f"- Reference: {reference['num']} pictures of the training split as the codec gives them back; what the codec "
+        f"- Reference: {reference['num']} images of the training split as the codec gives them back; what the codec "
         "itself loses is not in these numbers.",
         f"- Data: SHA-256 `{results['data']['fingerprint']}`, licence {plain(results['data']['license'])}.",
     ]
@@ -181,10 +181,10 @@ def _errors(results: Mapping[str, Any]) -> str:
     told = {
         "seeds": "the deviation over seeds",
         "subsets": "the deviation over subsets",
-        "leaving out tenths": "a jackknife over tenths of the pictures",
+        "leaving out tenths": "a jackknife over tenths of the images",
         "the fit of the line": "that of the line's end",
         "prompts": "of the mean over prompts",
-        "pictures": "of the mean over pictures",
+        "pictures": "of the mean over images",
     }
     return "; ".join(f"{told[source]} ({', '.join(metrics)})" for source, metrics in found.items())
 
@@ -228,7 +228,7 @@ def render_results(results: Mapping[str, Any]) -> str:
     data, plan = results["data"], results["recipe"]["plan"]
     lines = [f"# The papers' comparisons on {plain(data['name'])}", ""]
     lines += [
-        f"{data['pictures']:,} pictures; {plan['num_experts']} experts unless a row says otherwise; {plan['num']:,} "
+        f"{data['pictures']:,} images; {plan['num_experts']} experts unless a row says otherwise; {plan['num']:,} "
         f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training.",
         "",
         *_budget(results),
@@ -253,7 +253,7 @@ def _budget(results: Mapping[str, Any]) -> list[str]:
     expert = results["recipe"]["expert"]
     flops = {name: f"{spoken('flops_an_image', value)}FLOPs" for name, value in results["training_flops"].items()}
     return [
-        f"Budget: the monolith takes {expert['steps']:,} steps of {expert['batch']} pictures, each expert as many "
+        f"Budget: the monolith takes {expert['steps']:,} steps of {expert['batch']} images, each expert as many "
         f"steps with its share of the batch; both {flops['monolith']} of training, counted, and the router "
         f"{flops['router']} more.",
     ]

@@ -1,4 +1,4 @@
-"""The CLIP score: how well a picture and its caption go together, by a CLIP from a folder or the hub."""
+"""The CLIP score: how well an image and its caption go together, by a CLIP from a folder or the hub."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,7 +14,7 @@ from atoll.errors import InputError
 
 
 class CLIPScore(nn.Module):
-    """transformers' CLIPModel: 100 times the cosine of the angle between a picture's embedding and its caption's."""
+    """transformers' CLIPModel: 100 times the cosine of the angle between an image's embedding and its caption's."""
 
     def __init__(self, model: Any, tokenizer: Any, where: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""How much pictures differ as people see it: mean distances over pairs, by shift-tolerant LPIPS.
+"""How much images differ as people see it: mean distances over pairs, by shift-tolerant LPIPS.
 
 Ghildyal and Liu 2022; the weights are those of the package `stlpips-pytorch` (BSD-2), whose code is not imported: it
-asks for torchvision, IPython and torchsummary. The distance of two pictures is a weighted sum of squared differences
-of features, so its mean over all pairs of N pictures needs each picture once, and no pair at all.
+asks for torchvision, IPython and torchsummary. The distance of two images is a weighted sum of squared differences
+of features, so its mean over all pairs of N images needs each image once, and no pair at all.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from atoll.errors import InputError
 from atoll.networks.published import read_weights
 
 PACKAGE, WEIGHTS = "stlpips-pytorch", "alex_shift_tolerant.pth"
-SMALLEST = 64  # the size of the pictures it was trained on; smaller ones are scaled up to it
+SMALLEST = 64  # the size of the images it was trained on; smaller ones are scaled up to it
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of LPIPS 0.1
 
 
@@ -93,7 +93,7 @@ class Distance(nn.Module):
             sums = maps if sums is None else [total + x for total, x in zip(sums, maps, strict=True)]
             squares += self._weighed([x.square() for x in maps])
         if sums is None or num < 2:
-            raise InputError(f"a distance between pictures needs at least 2, but there {'is 1' if num else 'are none'}")
+            raise InputError(f"a distance between images needs at least 2, but there {'is 1' if num else 'are none'}")
         of_mean = self._weighed([(total / num).square() for total in sums])
         return max(0.0, 2 * num / (num - 1) * (squares / num - of_mean))
 

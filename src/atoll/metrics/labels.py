@@ -1,6 +1,6 @@
-"""Whether pictures show what was asked for, where a data set has labels: read by a linear classifier of features.
+"""Whether images show what was asked for, where a data set has labels: read by a linear classifier of features.
 
-Linear discriminant analysis with a shrunk covariance, fitted to the reference. Its figure for real pictures is beside
+Linear discriminant analysis with a shrunk covariance, fitted to the reference. Its figure for real images is beside
 that of models: what it cannot tell there is not to be held against them.
 """
 
@@ -30,7 +30,7 @@ class Reader:
 
     @classmethod
     def fit(cls, vectors: NDArray[np.floating], labels: Sequence[str], shrinkage: float = SHRINKAGE) -> "Reader":
-        """To features [N, D] of real pictures; labels that hardly any of them has are left out."""
+        """To features [N, D] of real images; labels that hardly any of them has are left out."""
         found, kinds, counts = np.unique(np.array(labels), return_inverse=True, return_counts=True)
         if why := why_unreadable(labels):
             raise InputError(why)
@@ -58,11 +58,11 @@ def why_unreadable(labels: Sequence[str]) -> str:
     kinds, counts = np.unique(np.array(labels), return_counts=True)
     usable = int(_usable(kinds, counts).sum())
     if len(kinds) > MOST:
-        return f"the pictures have {len(kinds)} labels, more than the {MOST} that are told apart"
-    return "" if usable > 1 else "the pictures of the reference have no two labels that several of them share"
+        return f"the images have {len(kinds)} labels, more than the {MOST} that are told apart"
+    return "" if usable > 1 else "the images of the reference have no two labels that several of them share"
 
 
 def _usable(kinds: NDArray[np.str_], counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """A label that several pictures have; without a name it is none."""
+    """A label that several images have; without a name it is none."""
     found: NDArray[np.bool_] = (counts >= LEAST_OF_EACH) & (kinds != "")
     return found

@@ -29,7 +29,7 @@ Images = NDArray[np.uint8]  # [N, S, S, 3]
 
 
 def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = ()) -> Image.Image:
-    """A grid of pictures, wider than high, under a title and a few lines of notes."""
+    """A grid of images, wider than high, under a title and a few lines of notes."""
     num, size = len(images), images.shape[1]
     width = 960 if size <= 64 else 1440
     columns = min(num, 13, math.ceil(math.sqrt(num * 1.8)))
@@ -41,9 +41,9 @@ def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = 
     draw.text((gap + 4, 10), title, INK, font_of(20))
     for i, note in enumerate(notes):
         draw.text((gap + 4, 38 + 19 * i), note[:130], FAINT, font_of(14))
-    for i, picture in enumerate(images):
+    for i, image in enumerate(images):
         place = (gap + i % columns * (cell + gap), top + i // columns * (cell + gap))
-        sheet.paste(scaled(picture, cell), place)
+        sheet.paste(scaled(image, cell), place)
     return sheet
 
 
@@ -116,7 +116,7 @@ def cluster_map(
 ) -> Image.Image:
     """Pictures at their places in two dimensions, framed in the colour of their cluster; none lies on another."""
     side, frame = 960, 3
-    cell = int(np.clip(side / (1.6 * math.sqrt(len(points))), 36, 120))  # few pictures are shown large
+    cell = int(np.clip(side / (1.6 * math.sqrt(len(points))), 36, 120))  # few images are shown large
     low, high = points.min(0), points.max(0)
     spread = (points - low) / np.maximum(high - low, 1e-9)
     ranks = points.argsort(0).argsort(0) / max(len(points) - 1, 1)
@@ -126,14 +126,14 @@ def cluster_map(
     draw = ImageDraw.Draw(canvas)
     draw.text((12, 10), "what each expert will see", INK, font_of(20))
     taken: set[tuple[int, int]] = set()
-    for place, cluster, picture in zip(unit, clusters, images, strict=True):
+    for place, cluster, image in zip(unit, clusters, images, strict=True):
         slot = (int(place[0] * (slots - 1)), int(place[1] * (slots - 1)))
         if slot in taken:
             continue
         taken.add(slot)
         x, y = 12 + slot[0] * (cell + 2), 44 + slot[1] * (cell + 2)
         draw.rectangle((x, y, x + cell - 1, y + cell - 1), colour_of(int(cluster)))
-        canvas.paste(scaled(picture, cell - 2 * frame), (x + frame, y + frame))
+        canvas.paste(scaled(image, cell - 2 * frame), (x + frame, y + frame))
     for i, name in enumerate(names):
         x, y = 12 + i % 4 * (side // 4), side + 50 + 22 * (i // 4)
         draw.rectangle((x, y + 2, x + 14, y + 16), colour_of(i))
