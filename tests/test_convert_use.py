@@ -282,7 +282,7 @@ class TestParis:
         pipe = AtollPipeline.from_pretrained(tmp_path / "model", verify=True)
         assert pipe.num_experts == 3
         assert not pipe.text_encoder.hide_padding
-        output = pipe("cat cat", num_inference_steps=4, guidance_scale=2.0, top_k=2, solver="euler", seed=[7],
+        output = pipe("cat cat", num_inference_steps=4, guidance_scale=2.0, routing="topk:2", solver="euler", seed=[7],
                     output_type="latent", progress=False)  # fmt: skip
         torch.testing.assert_close(output.images, self.by_hand(pipe, "cat cat", 7, 4, 2.0), rtol=1e-3, atol=1e-3)
         main(["sample", str(tmp_path / "model"), "cat", "--steps", "2", "--out", str(tmp_path / "pictures")])

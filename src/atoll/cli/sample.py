@@ -30,9 +30,7 @@ def sample(
     steps: int = defaults.STEPS,
     guidance: float | None = None,
     solver: str = defaults.SOLVER,
-    routing: str | None = None,
-    top_k: int | None = None,
-    threshold: float | None = None,
+    routing: str = defaults.ROUTING,
     route_every: int = 1,
     confident: float | None = None,
     conversion: str | None = None,
@@ -65,10 +63,8 @@ def sample(
         guidance: How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model
             that has learned its guidance.
         solver: multistep, euler, heun, midpoint or dpm2m.
-        routing: Which experts make an image: top1 (the default), topk, full, threshold, sample or by_time.
-        top_k: How many experts, for topk, 2 by default; this flag alone chooses topk.
-        threshold: Experts of at least this probability, for threshold, 0.1 by default; this flag alone chooses
-            threshold.
+        routing: Which experts make an image: top1; topk:2, the two most probable; full; threshold:0.1, those of at
+            least this probability; sample; or by_time:0.5, flow matching above this time and the others below.
         route_every: Ask the router once in this many evaluations.
         confident: Ask the router no more about an image once an expert has this probability.
         conversion: calibrated, exact or paper; by default calibrated for experts that predict noise and carry a
@@ -111,8 +107,8 @@ def sample(
                 some = jobs[first : first + batch]
                 made = pipe(
                     [text for text, _ in some], seed=[number for _, number in some], negative_prompt=negative,
-                    num_inference_steps=steps, guidance_scale=guidance, solver=solver, routing=routing, top_k=top_k,
-                    threshold=threshold, route_every=route_every, confident=confident, batch_size=batch,
+                    num_inference_steps=steps, guidance_scale=guidance, solver=solver, routing=routing,
+                    route_every=route_every, confident=confident, batch_size=batch,
                     callback_on_step_end=tick, previews=PREVIEWS if drawn else 0, progress=False,
                 )  # fmt: skip
                 assert isinstance(made.images, list)

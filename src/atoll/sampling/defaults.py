@@ -6,7 +6,6 @@ benchmarks/quality.py is what they were chosen by.
 SOLVER = "multistep"
 STEPS = 20
 GUIDANCE = 2.0
-ROUTING = "top1"  # topk where a number is given
+ROUTING = "top1"
 TOP_K = 2
-THRESHOLD = 0.1
 BATCH = 16

@@ -59,5 +59,5 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
         f"{out}: Paris, {index.num_experts} experts ({kinds}), licence {index.license}",
         *(f"note: {note} ({', '.join(names)})" for note, names in notes.items()),
         "what of it could not be verified is listed in docs/convert.md",
-        f'next: atoll sample {out} "a prompt" --solver euler --steps 50 --top-k 2 --guidance 7.5',
+        f'next: atoll sample {out} "a prompt" --solver euler --steps 50 --routing topk:2 --guidance 7.5',
     ]

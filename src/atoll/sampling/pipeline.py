@@ -213,9 +213,7 @@ class AtollPipeline:
         seed: int | Sequence[int] | None = None,
         output_type: str = "pil",
         callback_on_step_end: OnStepEnd | None = None,
-        routing: str | None = None,
-        top_k: int | None = None,
-        threshold: float | None = None,
+        routing: str = defaults.ROUTING,
         route_every: int = 1,
         confident: float | None = None,
         solver: str = defaults.SOLVER,
@@ -227,9 +225,9 @@ class AtollPipeline:
 
         Without a `guidance_scale` it is 2, or 1 for a model that has learned its guidance (`atoll distill --guidance`).
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
-        seeds are drawn from the generator, or from torch's own. `routing` is top1, or topk where `top_k` is given, or
-        threshold where that is; the router is asked at every `route_every`-th evaluation, and no more about a sample
-        once an expert's probability has reached `confident`. `previews` is how many estimates of the final latents each
+        seeds are drawn from the generator, or from torch's own. `routing` is top1, topk:2, full, threshold:0.1,
+        sample or by_time:0.5; the router is asked at every `route_every`-th evaluation, and no more about a sample once
+        an expert's probability has reached `confident`. `previews` is how many estimates of the final latents each
         trace shall hold at most. Where images are split into batches, the callback sees one batch after another.
         """
         prompts, negatives = _texts_of(prompt, negative_prompt)
@@ -240,7 +238,7 @@ class AtollPipeline:
         steps = _whole("the number of steps", num_inference_steps, most=MOST_STEPS)
         seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
         guidance = Guidance(self.guidance if guidance_scale is None else check_guidance(guidance_scale))
-        chosen = self._routing(routing, top_k, threshold, route_every, confident)
+        chosen = self._routing(routing, route_every, confident)
         get_solver(solver)
         times = uniform_times(steps)
         warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
@@ -301,31 +299,16 @@ class AtollPipeline:
         unit = (images.clamp(-1, 1) + 1) / 2
         return unit if output_type == "pt" else unit.permute(0, 2, 3, 1).cpu().numpy()
 
-    def _routing(
-        self, spec: str | None, top_k: int | None, threshold: float | None, every: int, confident: float | None
-    ) -> Routing:
-        given = [name for name, value in (("topk", top_k), ("threshold", threshold)) if value is not None]
-        if len(given) > 1:
-            raise InputError("top_k and threshold are for two kinds of routing: give one of them")
-        chosen = spec if spec is not None else given[0] if given else defaults.ROUTING
-        name, _, number = str(chosen).partition(":")
+    def _routing(self, spec: str, every: int, confident: float | None) -> Routing:
+        name = str(spec).partition(":")[0]
         if name not in ROUTINGS:
             raise unknown("routing", name, ROUTINGS)
-        for other in given:
-            option = "top_k" if other == "topk" else other
-            if name != other:
-                raise InputError(f"{option} is for {other} routing, not for {name}: leave one of them out")
-            if number:
-                raise InputError(f"routing {chosen} has its number already: leave out {option}")
-        routing = get_routing(
-            str(chosen),
-            k=min(defaults.TOP_K, self.num_experts) if top_k is None else _whole("top_k", top_k),
-            tau=defaults.THRESHOLD if threshold is None else _number("threshold", threshold),
-            every=_whole("route_every", every),
-            confident=None if confident is None else _number("confident", confident),
-        )
+        if spec == "topk":
+            spec = f"topk:{min(defaults.TOP_K, self.num_experts)}"
+        confident = None if confident is None else _number("confident", confident)
+        routing = get_routing(str(spec), every=_whole("route_every", every), confident=confident)
         if routing.name == "topk" and routing.k > self.num_experts:
-            raise InputError(f"top_k must be at most the {self.num_experts} experts of the model, but is {routing.k}")
+            raise InputError(f"routing {spec} asks for more than the {self.num_experts} experts of the model")
         return routing
 
 

@@ -18,8 +18,8 @@ POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
 OPTIONS = {"topk": "k", "threshold": "tau", "by_time": "switch"}
 SPOKEN = {
-    "k": "top_k",
-    "tau": "threshold",
+    "k": "the K of topk:K",
+    "tau": "the P of threshold:P",
     "switch": "the T of by_time:T",
     "every": "route_every",
 }  # what those who sample call them
