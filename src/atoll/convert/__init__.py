@@ -46,7 +46,7 @@ def recognise(source: Source) -> tables.Format:
 
 
 def convert(path: str | Path, options: Options = Options()) -> Converted:  # noqa: B008
-    """A network of the checkpoint's weights, with the books of it."""
+    """Returns a network of the checkpoint's weights, with the record of what became of every key."""
     source = read_source(Path(path))
     format = recognise(source)
     for name, flag in CLASS_FLAGS.items():
@@ -67,7 +67,7 @@ def convert(path: str | Path, options: Options = Options()) -> Converted:  # noq
 
 
 def check_out(out: str | Path) -> None:
-    """Before the work: nothing but an earlier conversion is written over."""
+    """Refuses, before the work, to write over anything but an earlier conversion."""
     check_free(Path(out), (CONFIG, WEIGHTS, CALIBRATION, REPORT), REPORT)
 
 
@@ -78,7 +78,7 @@ def save(
     data: Mapping[str, Any] | None = None,
     calibration: Calibration | None = None,
 ) -> None:
-    """Write the network and the report beside it.
+    """Writes the network and the report beside it.
 
     `space` is the "latent_space" and the "text_encoder" of a data set: with them an expert is whole, and can be
     assembled with others; `data` is what it answers for. Without, it is a bare network to start training from.
@@ -111,7 +111,7 @@ def save(
 
 
 def describe(converted: Converted, out: str | Path) -> list[str]:
-    """What a person wants to know of it, in a few lines."""
+    """Returns what a person wants to know of it, in a few lines."""
     config, ledger = converted.network.config, converted.ledger
     size = f"{config.hidden_size} wide, {config.depth} blocks, {config.num_heads} heads, patches of {config.patch_size}"
     lines = [

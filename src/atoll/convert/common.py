@@ -53,7 +53,7 @@ class Options:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What was not left to the source; for the report."""
+        """Returns what was not left to the source; for the report."""
         default = asdict(Options())
         return {name: value for name, value in asdict(self).items() if value != default[name] or name == "seed"}
 
@@ -75,13 +75,13 @@ class Converted:
 
     @property
     def init(self) -> dict[str, Any]:
-        """What travels with every expert that starts from it."""
+        """Returns what travels with every expert that starts from it."""
         origin = {"source": self.source.path.name, "sha256": self.source.sha256, "format": self.format}
         return origin if self.label is None else {**origin, "label": self.label}
 
     @property
     def report(self) -> dict[str, Any]:
-        """conversion.json."""
+        """Returns the content of conversion.json."""
         objective, ledger = self.objective, self.ledger
         about = {"prediction": str(objective.prediction), "schedule": objective.schedule} if objective else None
         return {
@@ -163,7 +163,7 @@ def _num_heads(source: Source, options: Options, width: int, key: str) -> int:
 
 
 def _source_size(source: Source, options: Options, patch: int, key: str) -> int:
-    """The side of the source's latents: as its positions show, as its config says, or as the options do."""
+    """Returns the side of the source's latents: as its positions show, as its config says, or as the options do."""
     size, positions = source.config.get(key), source.weights.get("pos_embed")
     if positions is not None:
         if positions.dim() < 2:
@@ -180,7 +180,7 @@ def _source_size(source: Source, options: Options, patch: int, key: str) -> int:
 
 
 def keep_channels(ledger: Ledger, sizes: Sizes, negated: bool = False) -> None:
-    """Keep the rows of the last layer that make the prediction; those of the learned sigma come after."""
+    """Keeps the rows of the last layer that make the prediction; those of the learned sigma come after."""
     trunk = sizes.trunk
     for target in ("out.weight", "out.bias"):
         rows, how = ledger.filled[target], ledger.used[target]["how"]
@@ -191,7 +191,7 @@ def keep_channels(ledger: Ledger, sizes: Sizes, negated: bool = False) -> None:
 
 
 def take_positions(ledger: Ledger, sizes: Sizes, step: float | None = None) -> None:
-    """Fill the sines and cosines: the file's, or where it has none of this size, computed `step` apart."""
+    """Fills in the sines and cosines: the file's, or where it has none of this size, computed `step` apart."""
     positions = ledger.source.get("pos_embed")
     if positions is not None and not sizes.resized:
         ledger.fill("positions", positions.float().flatten(0, -2), "pos_embed")
@@ -206,7 +206,7 @@ def take_positions(ledger: Ledger, sizes: Sizes, step: float | None = None) -> N
 
 
 def build_network(kind: type[Network], config: Any, ledger: Ledger) -> Network:
-    """A network of the weights in the ledger, which must be all of them."""
+    """Returns a network of the weights in the ledger, which must be all of them."""
     with torch.device("meta"):
         network = kind(config)
     network.load_state_dict(ledger.close(network.state_dict()), assign=True)
@@ -239,7 +239,7 @@ def spacing_of(positions: Tensor, within: float = 0.01) -> float | None:
 
 
 def check_free(out: Path, ours: Collection[str], mark: str) -> None:
-    """A folder that an earlier conversion made may be replaced, and only that; `mark` is what tells it."""
+    """Refuses a folder unless it is new or an earlier conversion: with the file `mark` and none but `ours`."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file: choose a folder")
     names = {path.name for path in out.iterdir()} if out.exists() else set()

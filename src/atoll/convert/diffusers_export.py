@@ -20,7 +20,7 @@ ABOUT = "atoll.json"
 
 
 def export(expert: str | Path, out: str | Path) -> list[str]:
-    """Write the folder; what to tell."""
+    """Writes the folder; returns what to print."""
     if not Path(expert).is_dir():
         raise InputError(f"{expert} is not a folder: give that of an expert")
     check_free(Path(out), {WEIGHTS, ABOUT, CONFIG}, ABOUT)
@@ -93,7 +93,7 @@ def _config(network: DiT, spacing: float) -> dict[str, Any]:
 
 
 def translate(network: DiT) -> dict[str, Tensor]:
-    """Their state dict. A linear text projection has no place there: it goes into the keys and values of each block."""
+    """Returns their state dict. A linear text projection has no place there and goes into keys and values."""
     ours, config = network.state_dict(), network.config
     theirs: dict[str, Tensor] = {}
     del ours["positions"]

@@ -35,7 +35,7 @@ SIT_PREDICTIONS = {"velocity": Prediction.VELOCITY, "noise": Prediction.EPS}
 
 
 def convert_original(source: Source, options: Options, format: DiTFormat) -> Converted:
-    """A file with facebookresearch's keys, which DiT and SiT share."""
+    """Converts a file with facebookresearch's keys, which DiT and SiT share."""
     if _kind(source, options) == "dit":
         return replace(convert_dit(source, options, format), format="facebookresearch DiT")
     path, prediction = source.args.get("path_type", "Linear"), source.args.get("prediction", "velocity")
@@ -50,7 +50,7 @@ def convert_original(source: Source, options: Options, format: DiTFormat) -> Con
 
 
 def _kind(source: Source, options: Options) -> str:
-    """As asked for, as the file says of its training, or as its name does."""
+    """Returns dit or sit: as asked for, as the file says of its training, or as its name does."""
     if options.kind is not None:
         if options.kind not in KINDS:
             raise unknown("kind", options.kind, KINDS)
@@ -100,7 +100,7 @@ def convert_dit(
 
 
 def _label(source: Source, options: Options, num: int) -> tuple[int, str]:
-    """The class it is made for, with a note: by default none, whose embedding, if there is one, is the last of num."""
+    """Returns the class to keep, and a note: by default none, whose embedding, if there is one, is the last of num."""
     label = num - 1 if options.label is None else options.label
     if not 0 <= label < num:
         raise InputError(f"--label must be a class from 0 to {num - 1} of {source.path}, but is {label}")
@@ -120,7 +120,7 @@ def _label(source: Source, options: Options, num: int) -> tuple[int, str]:
 
 
 def _start_text(ledger: Ledger, config: DiTConfig, seed: int) -> None:
-    """A text projection N(0, 0.02) and cross-attention whose output is zero: the text is not heard at first."""
+    """Starts a text projection, N(0, 0.02), and cross-attention whose output is zero: the text is silent at first."""
     generator, width = torch.Generator().manual_seed(seed), config.hidden_size
     assert config.text_dim is not None
     weight = 0.02 * torch.randn(width, config.text_dim, generator=generator)
@@ -152,7 +152,7 @@ class _Modulation:
         return [self._mlp(i) for i in range(self.config.depth)]
 
     def _layer(self, name: str, i: int = 0, *, rows: int = 1, columns: int | None = None) -> Layer:
-        """A linear layer of the source, `rows` times as high as the network is wide, and as wide if nothing is said."""
+        """Returns a linear layer of the source, `rows` times as high as the network is wide, and by default as wide."""
         width = self.config.hidden_size
         return self.ledger.take_layer(name.replace("{i}", str(i)), rows * width, columns or width)
 
@@ -160,7 +160,7 @@ class _Modulation:
         return self._layer(self.format.block, i, rows=6)
 
     def _mlp(self, i: int) -> TimeMLP:
-        """A block's, with the class in its last bias; SiT's seen from the other end of time."""
+        """Returns a block's time MLP with the class in its last bias; SiT's is seen from the other end of time."""
         first = self._layer(self.format.time[0], i, columns=NUM_FREQUENCIES)
         second = self._layer(self.format.time[1], i)
         key = f"{self.format.labels}.weight".replace("{i}", str(i))
@@ -177,7 +177,7 @@ class _Modulation:
         return TimeMLP(first, second, self.config.time_scale, self.config.frequency_shift)
 
     def _sources(self, *names: str) -> list[str]:
-        """The keys of these layers, of all blocks where a name holds {i}."""
+        """Returns the keys of these layers, of all blocks where a name holds {i}."""
         depth = range(self.config.depth)
         keys = (f"{name}.{part}".replace("{i}", str(i)) for name in names for i in depth for part in Layer._fields)
         return [key for key in dict.fromkeys(keys) if key in self.ledger.source]
@@ -192,7 +192,7 @@ class _Modulation:
         self._fill("time_embed.mlp.2", second, format.time[1], format.labels, how=how + of)
 
     def keep(self) -> dict[str, Any] | None:
-        """Per-block modulation as in the source: exact where all blocks share one time MLP, as in the original."""
+        """Keeps the modulation of each block: exactly, where all blocks share one time MLP, as in the original."""
         mlp = self.mlps[0]
         shared = all(other.same_as(mlp) for other in self.mlps)
         self._fill_time(mlp.second, "with the class", "" if shared else ", of the first block")
@@ -211,7 +211,7 @@ class _Modulation:
         return None if shared else {"fit": "least squares", "by_block": residuals}
 
     def fit(self, how: str) -> dict[str, Any]:
-        """AdaLN-Single in the place of per-block maps."""
+        """Puts AdaLN-Single in the place of per-block maps; returns how far off it is."""
         format, ledger = self.format, self.ledger
         last = self._layer(format.last, rows=2)
         fitted = fit_single(self.mlps, self._map, last, ledger.filled["out.weight"], how)

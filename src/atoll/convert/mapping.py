@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     how: str = "copied"
 
     def at(self, depth: int) -> Iterator[tuple[str, list[str]]]:
-        """The target and its sources, in every block where the target is a part of one."""
+        """Yields the target and its sources, for every block if the target is a part of one."""
         for i in range(depth if "{i}" in self.target else 1):
             yield self.target.replace("{i}", str(i)), [key.replace("{i}", str(i)) for key in self.sources]
 
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 
 
 def layers(table: Mapping[str, str | tuple[str, ...]]) -> tuple[Rule, ...]:
-    """The rules for weights and biases of linear layers, from a table of the network's and the source's names."""
+    """Returns the rules for linear layers, from a table of the network's names and the source's."""
     pairs = [(target, (names,) if isinstance(names, str) else names) for target, names in table.items()]
     return tuple(
         Rule(f"{target}.{part}", tuple(f"{name}.{part}" for name in names))
@@ -47,14 +47,14 @@ def layers(table: Mapping[str, str | tuple[str, ...]]) -> tuple[Rule, ...]:
 
 
 def patches(source: str) -> tuple[Rule, Rule]:
-    """A convolution over patches as a linear layer: its kernels are (C, p, p), as our patches are."""
+    """Returns the rules for a convolution over patches as a linear layer: its kernels are (C, p, p), as our patches."""
     weight, bias = layers({"patch_embed": source})
     return weight._replace(change=lambda kernel: kernel.flatten(1) if kernel.dim() == 4 else kernel, how="flat"), bias
 
 
 @dataclass
 class Ledger:
-    """Books of one conversion. What is taken is marked; `close` finds what was forgotten."""
+    """The record of one conversion. What is taken is marked; `close` finds what was forgotten."""
 
     source: Mapping[str, Tensor]
     name: str  # of the source, for messages
@@ -64,7 +64,7 @@ class Ledger:
     started: dict[str, str] = field(default_factory=dict)  # target: how
 
     def take(self, key: str, *shape: int) -> Tensor:
-        """A weight of the source in single precision, of this shape if one is given."""
+        """Returns a weight of the source in single precision; refuses one of another shape, if one is given."""
         if key not in self.source:
             raise InputError(f"{self.name} lacks {key}: it is of another architecture, or not all of it is there")
         weight = self.source[key]
@@ -81,7 +81,7 @@ class Ledger:
         self.used[target] = {"from": list(sources), "how": how}
 
     def start(self, target: str, value: Tensor, how: str) -> None:
-        """A weight that has no counterpart in the source."""
+        """Fills in a weight that has no counterpart in the source."""
         assert target not in self.filled, target
         self.filled[target] = value
         self.started[target] = how
@@ -91,12 +91,12 @@ class Ledger:
         self.dropped[key] = why
 
     def change(self, target: str, value: Tensor, how: str, *sources: str) -> None:
-        """Replace what a rule has filled, with these more sources."""
+        """Replaces what a rule has filled in, with these sources in addition."""
         self.filled[target] = value
         self.used[target] = {"from": [*self.used[target]["from"], *sources], "how": how}
 
     def apply(self, rules: Sequence[Rule]) -> int:
-        """Fill what the rules are for, in all blocks; returns how many blocks the source has."""
+        """Fills in what the rules are for, in all blocks; returns how many blocks the source has."""
         block = next(rule.sources[0] for rule in rules if "{i}" in rule.target)
         depth = max(1, next(i for i in count() if block.replace("{i}", str(i)) not in self.source))
         for rule in rules:
@@ -109,7 +109,7 @@ class Ledger:
         return depth
 
     def close(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All weights of the network, if every key on both sides is accounted for and every shape is right."""
+        """Returns all weights of the network, if every key on both sides is accounted for and every shape is right."""
         left = sorted(set(self.source) - self.consumed - set(self.dropped))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""

@@ -74,7 +74,7 @@ class Single:
 def fit_single(
     times: Sequence[TimeMLP], maps: Callable[[int], Layer], last: Layer, out: Tensor, how: str = "curve"
 ) -> Single:
-    """From each block's time MLP and map, the output's map, and the output layer's weight[p p C, d].
+    """Fits each block's time MLP and map and the output's map, which the output layer's weight[p p C, d] sees.
 
     `how`: "curve" as above, "mean" without factors, "point" equal to the source at t = 500/999, as PixArt-alpha began.
     """
@@ -86,7 +86,7 @@ def fit_single(
         t[point] = PIXART_TIME  # the step 500 itself, not the nearest of these times
 
     def centre(curve: Tensor) -> Tensor:
-        """What the tables take up: the value at the point, or the mean over times, which come first."""
+        """Returns what the tables take up: the value at the point, or the mean over times, which come first."""
         return curve[point].clone() if how == "point" else curve.mean(0)
 
     depth, width = len(times), len(times[0].second.bias)
@@ -127,8 +127,8 @@ def fit_single(
 
 
 def best_factors(curves: Tensor) -> tuple[Tensor, Tensor]:
-    """For each channel the curve[T, k, d] and the blocks' factors[blocks, d] with the least squares between their
-    product and the blocks' curves[blocks, T, k, d]; no factor beyond LARGEST."""
+    """Returns each channel's factors[blocks, d] and curve[T, k, d] with the least squares between their product
+    and the blocks' curves[blocks, T, k, d]; no factor beyond LARGEST."""
     depth = len(curves)
     by_channel = curves.permute(3, 0, 1, 2).flatten(2)  # [d, blocks, T k]
     gram = (by_channel @ by_channel.mT).double()  # all that the factors depend on
@@ -149,7 +149,7 @@ def _bounded(factor: Tensor) -> Tensor:
 
 
 def follow_output(two: Tensor, out: Tensor, tau: Tensor) -> Tensor:
-    """The tau(t)[T, d] that serves the output's shift and scale, two[T, 2, d], best: with its mean, and held to it.
+    """Returns the tau(t)[T, d] that serves the output's shift and scale, two[T, 2, d], best, near the given one.
 
     Of a shift only L shift is seen, of a scale in channel j about |L_j| of it; so |L (x - shift)|^2 + sum_j |L_j|^2
     (x_j - scale_j)^2 + k (x_j - tau_j)^2 is least, all of them without their means, which the table O takes up.
@@ -166,7 +166,7 @@ def follow_output(two: Tensor, out: Tensor, tau: Tensor) -> Tensor:
 
 
 def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
-    """The linear layer that takes x[T, d] to y[T, n], by ridge regression with the smallest weights that will do."""
+    """Returns the layer that takes x[T, d] to y[T, n], by ridge regression with the smallest weights that will do."""
     if not (bool(torch.isfinite(x).all()) and bool(torch.isfinite(y).all())):
         raise InputError("the checkpoint's modulation is not finite: its weights are far too large, give another")
     centre, level = x.double().mean(0), y.double().mean(0)
@@ -186,7 +186,7 @@ def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
 
 
 def _seen_at_output(ours: Tensor, theirs: Tensor, out: Tensor) -> float:
-    """How far the output layer's answer to shift and scale is off, relative to it, for a normalised input."""
+    """Returns how far the output layer's answer to shift and scale is off, relative to it, for a normalised input."""
     rows = out.to(ours.dtype)
     seen = (rows**2).sum(0)
 

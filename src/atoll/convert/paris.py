@@ -47,7 +47,7 @@ def _read(source: Source, options: Options, format: Format) -> tuple[Ledger, Siz
 
 
 def _objective(source: Source, options: Options) -> tuple[Objective, str]:
-    """As asked for, as its config says, or flow matching, which the release is sampled with."""
+    """Returns the objective and a note: as asked for, as its config says, or flow matching, as it is sampled."""
     if options.objective is not None:
         return get_objective(options.objective), f"objective {options.objective}, as asked for"
     for key in ("objective", "training_objective", "prediction_type", "objective_type"):

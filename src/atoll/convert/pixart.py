@@ -20,7 +20,7 @@ OBJECTIVE = Objective(Prediction.EPS, "ddpm")
 
 
 def convert_pixart(source: Source, options: Options, format: PixArtFormat) -> Converted:
-    """An expert with an MLP for the text, exactly the source."""
+    """Returns an expert with an MLP for the text, exactly the source."""
     ledger, notes = Ledger(source.weights, str(source.path)), []
     sizes = Sizes.of(source, options, ledger, ledger.apply(format.rules))
     keep_channels(ledger, sizes)
@@ -49,7 +49,7 @@ def convert_pixart(source: Source, options: Options, format: PixArtFormat) -> Co
 
 
 def _fix_size(ledger: Ledger, format: PixArtFormat, pixels: float) -> None:
-    """What a model sees of the image's size is a constant: it is added to the last bias of the time MLP."""
+    """Adds what a model sees of the image's size, which is a constant, to the last bias of the time MLP."""
     answers: list[Tensor] = []
     sources: list[str] = []
     for names, values in ((format.resolution, [pixels, pixels]), (format.aspect_ratio, [1.0])):

@@ -56,12 +56,12 @@ class Source:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """A file with a table of finite tensors in it, and nothing else."""
+    """Returns the finite tensors of a file by name."""
     return _read_file(path)[0]
 
 
 def read_source(path: Path) -> Source:
-    """A .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
+    """Reads a .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
     if path.is_dir():
         return _read_folder(path)
     weights, args, wrapper = _read_file(path)
@@ -69,7 +69,7 @@ def read_source(path: Path) -> Source:
 
 
 def _read_folder(root: Path) -> Source:
-    """The folder's config and weights; of a whole pipeline, those of its transformer. No link leads out of `root`."""
+    """Reads config and weights, those of the transformer if it is a whole pipeline's. No link may leave `root`."""
     folder = root
     if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
         folder = folder / "transformer"
@@ -104,7 +104,7 @@ def shard_names(index: Path, root: Path | None = None) -> list[str]:
 
 
 def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
-    """Its weights, the arguments of its training where it has them, and the key that the weights were under."""
+    """Returns the weights, the arguments of its training where it has them, and the key that the weights were under."""
     try:
         with open_regular(path, root) as file:
             start, size = file.read(9), os.fstat(file.fileno()).st_size
@@ -132,7 +132,7 @@ def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor],
 
 
 def _unpickled(path: Path, root: Path | None) -> Any:
-    """What torch.load makes of the file with everything but tensors and plain values refused."""
+    """Returns what torch.load makes of the file with everything but tensors and plain values refused."""
     try:
         with open_regular(path, root) as file:
             zipped = file.read(4) == b"PK\3\4"
@@ -208,7 +208,7 @@ def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
 
 
 def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
-    """The weights in what a file held: themselves, or under a key beside an optimiser's state."""
+    """Finds the weights in what a file held: themselves, or under a key beside an optimiser's state."""
     args: Any = {}
     wrapper = None
     if isinstance(content, Mapping):
@@ -227,7 +227,7 @@ def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str
 
 
 def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The weights without the prefixes of torch's wrappers, if all of them are finite."""
+    """Returns the weights without the prefixes of torch's wrappers, if all of them are finite."""
     for name, tensor in weights.items():
         values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # float8 cannot tell
         if not bool(torch.isfinite(values).all()):

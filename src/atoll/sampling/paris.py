@@ -17,7 +17,7 @@ from atoll.storage import real_path, reason_of, resolved
 
 
 def assemble_paris(folder: str | Path, out: str | Path, options: Options = Options()) -> Sequence[str]:  # noqa: B008
-    """Convert each part in its turn, one in memory at a time, and make a model of them; what to tell."""
+    """Converts one part after the other and assembles a model of them; returns what to print."""
     folder, out = Path(folder), resolved(out)
     experts = sorted(
         (path for path in folder.glob("expert_*") if path.name[7:].isdecimal()), key=lambda path: int(path.name[7:])

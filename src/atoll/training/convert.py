@@ -29,7 +29,7 @@ def convert_checkpoint(
     cluster: int | None = None,
     calibrate: int = 128,
 ) -> Sequence[str]:
-    """Convert to an expert, to diffusers or to a model of all of Paris; returns what to print.
+    """Converts to an expert, to diffusers or to a model of all of Paris; returns what to print.
 
     With `data`, an expert of this data set's latents, prompts and cluster, which can be assembled with others.
     """
@@ -104,7 +104,7 @@ class _WithoutText(nn.Module):
 
 
 def _calibration(converted: Converted, data: Dataset, text: TextEncoder, num: int) -> Calibration:
-    """How far the x0 of a network without text can be trusted, on held-out images of the data it shall answer for."""
+    """Measures how far the x0 of a network without text can be trusted, on held-out images of its cluster."""
     assert converted.objective is not None
     rows, nothing = DatasetView(data), torch.zeros(text.dim)
     prior = TextPrior(rows.mean.float(), torch.zeros(text.dim, *rows.shape), nothing, nothing, 0.0)
