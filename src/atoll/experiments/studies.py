@@ -5,7 +5,7 @@ another size and kind: they stand beside ours to compare the order of the rows, 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from atoll.errors import InputError, unknown
@@ -109,22 +109,7 @@ def get_study(name: str, num: int, usual: Sampling) -> Study:
     }  # fmt: skip
     if name not in makers:
         raise unknown("comparison", name, NAMES)
-    return makers[name](num, _Ways(usual))
-
-
-class _Ways(NamedTuple):
-    """Ways to sample that differ from the usual one in a thing or two."""
-
-    usual: Sampling
-
-    def __call__(
-        self, routing: str | None = None, conversion: str | None = None, solver: str | None = None, longer: int = 1
-    ) -> Sampling:
-        usual = self.usual
-        return Sampling(
-            routing or usual.routing, usual.guidance, longer * usual.steps, solver or usual.solver, conversion,
-            usual.batch,
-        )  # fmt: skip
+    return makers[name](num, usual)
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -155,36 +140,37 @@ def _alone(num: int, *kinds: str) -> Model:
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
-def _table1(num: int, way: _Ways) -> Study:
+def _table1(num: int, usual: Sampling) -> Study:
     ours = mixed(num, 0)
     return Study(
         "Monolith and ensemble with as many FLOPs of training (HDDM, Table 1; DDM, its table of policies)",
         "HDDM: top-2 beats the monolith by 24%, the full ensemble is worst. DDM: all policies beat it, top-1 is best, "
         "sampling one expert a step is useless.",
         (
-            Row("monolith", monolith(num), way(), "29.64", "12.81"),
-            Row("top-1", ours, way("top1"), "30.60", "9.84"),
-            Row("top-2", ours, way("topk:2"), "22.60", "10.31"),
-            Row("full", ours, way("full"), "47.89", "10.52"),
-            Row("threshold 0.1", ours, way("threshold:0.1"), "", "10.15"),
-            Row("sample", ours, way("sample"), "", "157.05"),
-            Row("oracle", ours, way("oracle"), "", "10.46"),
+            Row("monolith", monolith(num), usual, "29.64", "12.81"),
+            Row("top-1", ours, replace(usual, routing="top1"), "30.60", "9.84"),
+            Row("top-2", ours, replace(usual, routing="topk:2"), "22.60", "10.31"),
+            Row("full", ours, replace(usual, routing="full"), "47.89", "10.52"),
+            Row("threshold 0.1", ours, replace(usual, routing="threshold:0.1"), "", "10.15"),
+            Row("sample", ours, replace(usual, routing="sample"), "", "157.05"),
+            Row("oracle", ours, replace(usual, routing="oracle"), "", "10.46"),
         ),
     )
 
 
-def _table3(num: int, way: _Ways) -> Study:
-    switch = way("by_time:0.5")
+def _table3(num: int, usual: Sampling) -> Study:
+    top1, switch = replace(usual, routing="top1"), replace(usual, routing="by_time:0.5")
+    native = replace(top1, solver=NATIVE, steps=NATIVE_STEPS * usual.steps)
     return Study(
         "Objectives on the same data, converted and combined (HDDM, Table 3)",
         "FM is best; DDPM converted to FM is better than sampled natively; combined, diversity rises at a cost in FID.",
         (
-            Row("DDPM, native", _alone(num, "ddpm"), way("top1", solver=NATIVE, longer=NATIVE_STEPS), "27.04"),
-            Row("FM", _alone(num, "fm"), way("top1"), "20.23"),
-            Row("FM, cosine schedule", _alone(num, "fm-cosine"), way("top1")),
-            Row("DDPM to FM, calibrated", _alone(num, "ddpm"), way("top1"), "25.61"),
-            Row("DDPM to FM, exact", _alone(num, "ddpm"), way("top1", "exact")),
-            Row("DDPM to FM, the paper's", _alone(num, "ddpm"), way("top1", "paper")),
+            Row("DDPM, native", _alone(num, "ddpm"), native, "27.04"),
+            Row("FM", _alone(num, "fm"), top1, "20.23"),
+            Row("FM, cosine schedule", _alone(num, "fm-cosine"), top1),
+            Row("DDPM to FM, calibrated", _alone(num, "ddpm"), top1, "25.61"),
+            Row("DDPM to FM, exact", _alone(num, "ddpm"), replace(top1, conversion="exact")),
+            Row("DDPM to FM, the paper's", _alone(num, "ddpm"), replace(top1, conversion="paper")),
             Row("combined, same schedule", _alone(num, "ddpm", "fm-cosine"), switch, "32.67"),
             Row("combined, two schedules", _alone(num, "ddpm", "fm"), switch, "33.29"),
         ),
@@ -192,77 +178,78 @@ def _table3(num: int, way: _Ways) -> Study:
     )
 
 
-def _table4(num: int, way: _Ways) -> Study:
+def _table4(num: int, usual: Sampling) -> Study:
     quarter, half = max(1, num // 4), num // 2
-    more = () if half == quarter else (Row(f"{half} DDPM, {num - half} FM", mixed(num, half), way()),)
+    more = () if half == quarter else (Row(f"{half} DDPM, {num - half} FM", mixed(num, half), usual),)
     return Study(
         "Homogeneous and heterogeneous ensembles (HDDM, Table 4)",
         "With a quarter of DDPM experts FID improves from 12.45 to 11.88, and diversity rises.",
         (
-            Row(f"{num} FM", mixed(num, 0), way(), "12.45"),
-            Row(f"{quarter} DDPM, {num - quarter} FM", mixed(num, quarter), way(), "11.88"),
+            Row(f"{num} FM", mixed(num, 0), usual, "12.45"),
+            Row(f"{quarter} DDPM, {num - quarter} FM", mixed(num, quarter), usual, "11.88"),
             *more,
         ),
     )
 
 
-def _threshold(num: int, way: _Ways) -> Study:
+def _threshold(num: int, usual: Sampling) -> Study:
     ours = mixed(num, max(1, num // 4))
     return Study(
         "Which experts have a say: the threshold (HDDM, supplement)",
         "A threshold of 0.2 has the best FID, 0.5 the most diversity.",
-        tuple(Row(f"threshold {tau}", ours, way(f"threshold:{tau}")) for tau in TAUS),
+        tuple(Row(f"threshold {tau}", ours, replace(usual, routing=f"threshold:{tau}")) for tau in TAUS),
     )
 
 
-def _clusters(num: int, way: _Ways) -> Study:
+def _clusters(num: int, usual: Sampling) -> Study:
     return Study(
         "Clusters of like images, and random ones (DDM)",
         "Random clusters are clearly worse.",
         (
-            Row("k-means", mixed(num, 0), way()),
-            Row("random", mixed(num, 0, RANDOM), way()),
-            Row("monolith", monolith(num), way()),
+            Row("k-means", mixed(num, 0), usual),
+            Row("random", mixed(num, 0, RANDOM), usual),
+            Row("monolith", monolith(num), usual),
         ),
     )
 
 
-def _experts(num: int, way: _Ways) -> Study:
+def _experts(num: int, usual: Sampling) -> Study:
     return Study(
         "How many experts, with as many FLOPs of training in all (DDM)",
         "8 are best of 4, 8 and 16.",
-        (Row("1", monolith(num), way()), *(Row(str(k), mixed(k, 0), way()) for k in COUNTS)),
+        (Row("1", monolith(num), usual), *(Row(str(k), mixed(k, 0), usual) for k in COUNTS)),
     )
 
 
-def _conversion(num: int, way: _Ways) -> Study:
+def _conversion(num: int, usual: Sampling) -> Study:
     ours = mixed(num, num // 2)
     return Study(
         "Conversions of DDPM experts (HDDM, section 3.2, and ours)",
         "The paper's conversion needs hand-tuned safeguards, and calls doing without them open.",
-        tuple(Row(how, ours, way(conversion=how)) for how in ("calibrated", "exact", "paper")),
+        tuple(Row(how, ours, replace(usual, conversion=how)) for how in ("calibrated", "exact", "paper")),
     )
 
 
-def _init(num: int, way: _Ways) -> Study:
+def _init(num: int, usual: Sampling) -> Study:
     clusters = Clusters(KMEANS, num)
     other = Part("ddpm", clusters, 1)
+    top1 = replace(usual, routing="top1")
     begun = Model("cluster-fm-from-ddpm", (Part("fm", clusters, 0, other),))
     return Study(
         "An expert from scratch, and from the weights of a DDPM expert of other data (HDDM, section 3.5)",
         "From ImageNet DDPM weights flow matching converges 1.2 times as fast. benchmarks/init.py counts steps.",
-        (Row("from scratch", _alone(num, "fm"), way("top1")), Row("from DDPM weights", begun, way("top1"))),
+        (Row("from scratch", _alone(num, "fm"), top1), Row("from DDPM weights", begun, top1)),
         cluster=0,
     )
 
 
-def _router(num: int, way: _Ways) -> Study:
+def _router(num: int, usual: Sampling) -> Study:
     reads, blind = mixed(num, 0), mixed(num, 0, router="blind-router")
     return Study(
         "A router that reads the text, and one that does not",
         "HDDM's router sees only the noisy image, DDM's the text too; neither compares them.",
         tuple(
-            Row(f"{label}, {name}", model, way(routing))
+            Row(f"{label}, {name}", model, replace(usual, routing=routing))
             for name, model in (("reads the text", reads), ("blind", blind))
             for label, routing in (("top-1", "top1"), ("top-2", "topk:2"))
         ),
