@@ -13,8 +13,6 @@ import os
 import posixpath
 import stat
 import tarfile
-import threading
-import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +32,7 @@ from PIL import Image
 from atoll.data.builtin import NAMES, make
 from atoll.data.images import CroppedImage, Rejected, Transform, read_image
 from atoll.errors import InputError, printable, shown
+from atoll.processes import die_with_parent
 from atoll.storage import KINDS, open_regular, parse_json, read_bytes, real_path, reason_of
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
@@ -252,24 +251,13 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
             yield from future.result()
 
     try:
-        with ProcessPoolExecutor(num_workers, get_context("spawn"), _follow, (os.getpid(),)) as pool:
+        with ProcessPoolExecutor(num_workers, get_context("spawn"), die_with_parent) as pool:
             yield read_ahead
     except BrokenProcessPool as error:
         raise InputError(
             "a process that reads images was killed, most likely for lack of memory: "
             "rerun the command with --workers 1 to resume"
         ) from error
-
-
-def _follow(parent: int) -> None:
-    """Ends this process when the parent is gone, however it went: a killed run leaves no process behind."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _kind_of(place: str) -> str:

@@ -20,7 +20,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ from atoll.storage import alone, make_folder, read_json, write_json, write_whole
 from atoll.training.expert import ExpertTask
 from atoll.training.metrics_log import read_metrics
 from atoll.training.router import RouterTask
-from atoll.training.settings import ExpertSettings, RouterSettings, Settings
+from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags
 
 NUM_EXPERTS = 4
 BALANCE = 1.3
@@ -513,9 +513,5 @@ def _aims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _flags(settings: Settings) -> str:
-    """Those that are not at their defaults."""
-    usual = type(settings)()
-    told = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    return " ".join(
-        f"--{name.replace('_', '-')} {value}" for name, value in told.items() if value != getattr(usual, name)
-    )
+    """Returns those that are not at their defaults."""
+    return " ".join(as_flags(settings, type(settings)()))

@@ -21,10 +21,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +49,7 @@ from atoll.experiments.studies import RANDOM, Clusters, Model, Part, Row, Study,
 from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_results
 from atoll.partition.partition import partition
 from atoll.plots.contact_sheet import draw_samples, save_picture
+from atoll.processes import die_with_parent
 from atoll.storage import alone, make_folder, open_regular, read_json, reason_of, write_json
 from atoll.training.expert import ExpertTask
 from atoll.training.router import RouterTask
@@ -377,14 +377,7 @@ def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:
     os.environ.update(environments.get())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
-    parent = parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    Thread(target=follow, daemon=True).start()
+    die_with_parent()
 
 
 class _Row(NamedTuple):

@@ -22,6 +22,8 @@ PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("constant", "cosine")
 TEACHERS = ("label", "router", "top1", "top2")
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
+LEAST = dict.fromkeys(("steps", "batch", "threads", "log_every", "save_every", "eval_every", "keep_last"), 1)
+LEAST |= {"micro_batch": 1, "keep_every": 1, "max_resident": 1, "sample_every": 0, "seed": 0, "warmup": 0}
 LARGEST = 1e30  # of numbers that may be as large as one likes: whole numbers beyond 1e308 are no floats
 MAX_RECIPE = 1 << 16  # bytes
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -37,7 +39,7 @@ class Settings:
     steps: int = 5000
     """Updates of the weights."""
     batch: int = 64
-    """Samples an update, over all processes and micro-batches."""
+    """Samples per update, over all processes and micro-batches."""
     micro_batch: int | None = None
     """Samples at a time on one device, whose gradients are added up; all of them by default."""
     lr: float | None = None
@@ -53,7 +55,7 @@ class Settings:
     clip: float = 1.0
     """Gradients longer than this are scaled down to it."""
     ema: float = 0.9999
-    """How slowly the averaged weights follow; early on they follow faster."""
+    """How slowly the EMA weights follow; early on they follow faster."""
     text_dropout: float = 0.1
     """Share of captions replaced by the null text, for guidance."""
     checkpointing: bool = False
@@ -71,29 +73,23 @@ class Settings:
     log_every: int = 20
     """Steps between lines of metrics.jsonl."""
     save_every: int = 500
-    """Steps between states to resume from."""
+    """Steps between checkpoints to resume from."""
     eval_every: int = 500
     """Steps between measurements on held-out data."""
     sample_every: int = 1000
     """Steps between grids of samples; 0 for none."""
     keep_last: int = 2
-    """States to keep, counted from the last."""
+    """Checkpoints to keep, counted from the last."""
     keep_every: int | None = None
-    """Also keep the states of steps that this divides."""
+    """Also keep the checkpoints of steps that this divides."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "threads", "log_every", "save_every", "eval_every", "keep_last"):
-            _at_least(self, name, 1)
+        for name, least in LEAST.items():
+            if (value := getattr(self, name, None)) is not None and (type(value) is not int or value < least):
+                raise InputError(f"{name} must be a whole number of at least {least}, but is {shown(value)}")
         for name, most in (("steps", 10**9), ("batch", 2**20), ("threads", 1024)):
             if getattr(self, name) > most:
                 raise InputError(f"{name} must be at most {most}, but is {shown(getattr(self, name))}")
-        for name in ("micro_batch", "keep_every"):
-            if getattr(self, name) is not None:
-                _at_least(self, name, 1)
-        for name in ("sample_every", "seed"):
-            _at_least(self, name, 0)
-        if self.warmup is not None:
-            _at_least(self, "warmup", 0)
         for name, low, high in (("weight_decay", 0, 10), ("beta2", 0, 1), ("ema", 0, 1), ("text_dropout", 0, 1)):
             if not low <= getattr(self, name) <= high:
                 raise InputError(f"{name} must lie in [{low}, {high}], but is {shown(getattr(self, name))}")
@@ -109,7 +105,7 @@ class Settings:
             raise unknown("precision", self.precision, PRECISIONS)
 
     def lr_at(self, step: int, width: int) -> float:
-        """The learning rate of the update after `step` of them."""
+        """Returns the learning rate of the update after `step` of them."""
         peak = PAPER_LR * PAPER_WIDTH / width if self.lr is None else self.lr
         warmup = self.resolved_warmup
         if step < warmup:
@@ -123,7 +119,7 @@ class Settings:
         return min(1000, self.steps // 20) if self.warmup is None else self.warmup
 
     def ema_at(self, step: int) -> float:
-        """The averaged weights' decay at `step`: about the last tenth of the run, until that is longer than asked."""
+        """Returns the decay of the EMA at `step`: about the last tenth of the run, until that is longer than `ema`."""
         return min(self.ema, (1 + step) / (10 + step))
 
     @property
@@ -188,9 +184,9 @@ class DistillSettings(Settings):
     objective: str = "fm"
     """fm, or fm-logit-normal for more times in the middle."""
     teacher: str = "label"
-    """Who teaches a picture: the expert of its cluster (label), all by the router's weights (router), top1 or top2."""
+    """Who teaches an image: the expert of its cluster (label), all by the router's weights (router), top1 or top2."""
     guidance: float = 1.0
-    """The guidance to learn with the velocity, so that sampling needs one pass a step in place of two; 1 is none."""
+    """The guidance to learn with the velocity, so that sampling needs one pass per step instead of two; 1 is none."""
     max_resident: int | None = None
     """How many experts of the teacher may be in memory at a time; all by default."""
 
@@ -202,8 +198,6 @@ class DistillSettings(Settings):
             raise unknown("teacher", self.teacher, TEACHERS)
         if not 0 < self.guidance < LARGEST:
             raise InputError(f"guidance must be above 0 and finite, but is {shown(self.guidance)}")
-        if self.max_resident is not None:
-            _at_least(self, "max_resident", 1)
 
     @property
     def resolved_objective(self) -> "Objective":
@@ -231,7 +225,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with atoll."""
+    """Returns the names of the recipes that come with atoll."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
@@ -250,7 +244,7 @@ def find_recipe(given: str | Path) -> Path:
 
 
 def read_recipe(given: str | Path, cls: type[S]) -> S:
-    """The settings in a recipe: of its table [expert], [router] or [student], and the keys above, for all."""
+    """Returns the settings in a recipe: of its table [expert], [router] or [student], and the keys above, for all."""
     return read_settings(read_toml(given), cls, str(given))
 
 
@@ -263,7 +257,7 @@ def read_toml(given: str | Path) -> dict[str, Any]:
 
 
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
-    """From what a recipe holds; `where` names it in messages."""
+    """Returns the settings in what a recipe holds; `where` names it in messages."""
     tables: dict[str, dict[str, Any]] = {name: content.get(name, {}) for name in TABLES}
     shared = {name: value for name, value in content.items() if name not in tables and name not in OTHER_TABLES}
     for name, known in TABLES.items():
@@ -274,11 +268,13 @@ def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     return build(cls, {**shared, **tables[table]}, f"[{table}] of {where}")
 
 
-def as_flags(settings: Settings) -> list[str]:
-    """The settings as they are written on a command line."""
+def as_flags(settings: Settings, usual: Settings | None = None) -> list[str]:
+    """Returns the settings as they are written on a command line, without those that are as in `usual`."""
     flags = []
     for f in fields(settings):
         value, name = getattr(settings, f.name), f.name.replace("_", "-")
+        if usual is not None and value == getattr(usual, f.name):
+            continue
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
@@ -305,9 +301,3 @@ def refuse_another(folder: Path, before: object, now: Settings) -> None:
             f"step depends on their number, so it cannot be resumed with {now.steps}: give the same --steps, or "
             f"another --out{weights}"
         )
-
-
-def _at_least(settings: Settings, name: str, least: int) -> None:
-    value = getattr(settings, name)
-    if type(value) is not int or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, but is {shown(value)}")
