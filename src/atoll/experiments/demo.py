@@ -321,7 +321,7 @@ class _Demo:
                 samples = self._make_samples(hashes)
                 samples.write(folder, "samples")
                 images = [Image.fromarray(image) for image in samples.arrays["chosen"]]
-                save_picture(draw_grid(images, CHOSEN), folder / "grid.png")
+                save_picture(draw_grid(images, CHOSEN, across=6), folder / "grid.png")
             notes.append(f"{len(CHOSEN)} prompts; {folder / 'grid.png'}")
         return samples
 

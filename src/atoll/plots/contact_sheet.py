@@ -47,7 +47,9 @@ def contact_sheet(images: NDArray[np.uint8], title: str, notes: Sequence[str] = 
     return sheet
 
 
-def draw_grid(images: Sequence[Image.Image], captions: Sequence[str], notes: str = "") -> Image.Image:
+def draw_grid(
+    images: Sequence[Image.Image], captions: Sequence[str], notes: str = "", across: int | None = None
+) -> Image.Image:
     """Images with their captions below; those of one caption that come one after another share a line of it."""
     groups: list[tuple[str, list[Image.Image]]] = []
     for image, caption in list(zip(images, captions, strict=True))[:ON_A_GRID]:
@@ -56,12 +58,13 @@ def draw_grid(images: Sequence[Image.Image], captions: Sequence[str], notes: str
         groups[-1][1].append(image)
     most = max(len(group) for _, group in groups)
     cell, gap = whole_scale(images[0].width, 160 if len(images) <= 24 else 112), 12
-    across = max(1, min(len(groups), math.ceil(math.sqrt(1.6 * len(groups) / most)))) if most <= 6 else 1
+    if across is None:
+        across = max(1, min(len(groups), math.ceil(math.sqrt(1.6 * len(groups) / most)))) if most <= 6 else 1
     columns = min(most, 10)
     group_width = columns * (cell + gap) - gap
     font, small = font_of(13), font_of(12)
     width = 2 * EDGE + across * (group_width + 2 * gap) - 2 * gap
-    texts = [wrap(caption, group_width, font, 3) for caption, _ in groups]
+    texts = [wrap(caption, group_width, font, 4) for caption, _ in groups]
     rows = [range(first, min(first + across, len(groups))) for first in range(0, len(groups), across)]
     heights = [
         max(math.ceil(len(groups[i][1]) / columns) * (cell + gap) + 17 * max(1, len(texts[i])) for i in row) + gap
