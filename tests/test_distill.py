@@ -473,7 +473,7 @@ class TestMissing:
                 distill(fewer, data, replace(QUICK, teacher=by), tmp_path / "s", progress=False)
         assert not (tmp_path / "s").exists()
 
-    def test_by_label_its_pictures_are_left_out(self, data, model, tmp_path):
+    def test_by_label_its_images_are_left_out(self, data, model, tmp_path):
         fewer = without(model, tmp_path / "m", 1)
         clusters = Dataset.open(data).clusters()
         with warnings.catch_warnings():
@@ -481,7 +481,7 @@ class TestMissing:
             task = DistillTask(Dataset.open(data), QUICK, CPU, teacher_of(fewer), allow_missing=True)
         assert set(clusters[task.view.train]) == set(clusters[task.view.held_out]) == {0, 2}
         whole = task_of(model, data)
-        assert task.num_rows == (clusters[whole.rows.train] != 1).sum()
+        assert task.num_rows == (clusters[whole.view.train] != 1).sum()
         distill(fewer, data, QUICK, tmp_path / "s", allow_missing=True, progress=False)
         card = json.loads((tmp_path / "s" / "config.json").read_text())
         assert card["training"]["teacher"]["missing"] == ["expert_1"]
@@ -515,14 +515,14 @@ class TestBadInput:
     def test_labels_of_another_partition_are_told(self, data, model, tmp_path):
         shutil.copytree(data, tmp_path / "d")
         partition(tmp_path / "d", 3, cap=1.3, seed=3, progress=False)
-        with pytest.warns(UserWarning, match="was trained on other pictures than cluster"):
+        with pytest.warns(UserWarning, match="was trained on other images than cluster"):
             distill(model, tmp_path / "d", QUICK, tmp_path / "s", dry_run=True)
 
     def test_more_clusters_than_experts(self, data, model, tmp_path):
         shutil.copytree(data, tmp_path / "d")
         partition(tmp_path / "d", 4, progress=False)
         told = r"no expert of cluster 3 of .* --teacher router"
-        with pytest.warns(UserWarning, match="other pictures"), pytest.raises(InputError, match=told):
+        with pytest.warns(UserWarning, match="other images"), pytest.raises(InputError, match=told):
             distill(model, tmp_path / "d", QUICK, tmp_path / "s", progress=False)
 
     def test_data_without_clusters(self, data, model, tmp_path):

@@ -81,7 +81,7 @@ class TestKilled:
         "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "router"))]
     )
     def test_it_ends_as_if_nothing_had_happened(self, data, tmp_path, kind):
-        """Killed with -9 at five random moments: the same weights, averaged weights and metrics, bit for bit."""
+        """Killed with -9 at five random moments: the same weights, EMA weights and metrics, bit for bit."""
         verb = ["train-router", data] if kind == "router" else ["train", data, "--cluster", 1, "--objective", kind]
         whole, cut = tmp_path / "whole", tmp_path / "cut"
         changes = {"sample-every": 0} if kind == "router" else {}
@@ -677,7 +677,7 @@ class TestBadData:
         broken = copy_of(data, tmp_path / "d")
         for path in (broken / "clusters" / "01").glob("*.safetensors"):
             path.unlink()
-        with pytest.raises(InputError, match=r"cluster 1 of .* has no pictures: there is nothing to train on"):
+        with pytest.raises(InputError, match=r"cluster 1 of .* has no images: there is nothing to train on"):
             train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
 
     @pytest.mark.parametrize(("column", "value"), [("latents", np.nan), ("latents", 60000), ("tokens", -5)])
@@ -742,7 +742,7 @@ class TestBadData:
         for path in (broken / "clusters" / "01").glob("*.safetensors"):
             tensors = load_file(path)
             save_file({**tensors, "split": torch.ones_like(tensors["split"])}, path)
-        with pytest.raises(InputError, match="has no pictures to train on"):
+        with pytest.raises(InputError, match="has no images to train on"):
             train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
         train_router(broken, RouterSettings(model="xs/1", steps=2, batch=8), tmp_path / "r", progress=False)
 

@@ -29,46 +29,46 @@ class DatasetView:
         self.data = data
         name = f"{data.folder}" if data.cluster is None else f"cluster {data.cluster} of {data.folder}"
         if len(data) == 0:
-            raise InputError(f"{name} has no pictures: there is nothing to train on")
+            raise InputError(f"{name} has no images: there is nothing to train on")
         split = data.column("split")[:]
         self.train, self.held_out = np.flatnonzero(split == TRAIN), np.flatnonzero(split == HELD_OUT)
         if len(self.train) == 0:
-            raise InputError(f"{name} has no pictures to train on, only {len(self.held_out)} held out: prepare more")
+            raise InputError(f"{name} has no images to train on, only {len(self.held_out)} held out: prepare more")
         self.name = name
         self.shape: tuple[int, int, int] = tuple(data.about["latent_shape"])
         self._latents, self._tokens = data.column("latents"), data.column("tokens")
         self.measured_on = "held-out rows" if len(self.held_out) else "training rows, for none are held out"
         for column, shape in ((self._latents, self.shape), (self._tokens, (data.about["text"]["max_length"],))):
-            if (found := column[:1].shape[1:]) != shape:
-                raise InputError(f"{column.name} of {name} are {list(found)}, but its dataset.json says {list(shape)}")
+            if (actual := column[:1].shape[1:]) != shape:
+                raise InputError(f"{column.name} of {name} are {list(actual)}, but its dataset.json says {list(shape)}")
 
     def judged_by(self, most: int) -> NDArray[np.int64]:
-        """Up to `most` held-out rows, or rows of training where none were held out."""
+        """Returns up to `most` held-out rows, or rows of training where none were held out."""
         return _some_of(self.held_out if len(self.held_out) else self.train, most)
 
     def latents(self, rows: NDArray[np.int64]) -> Tensor:
-        """Float32 [n, C, S, S]."""
-        found = torch.from_numpy(self._latents[rows]).float()
-        bad = ~(found.flatten(1).abs().amax(1) <= LARGEST)  # NaN fails too
+        """Returns float32 [n, C, S, S]."""
+        latents = torch.from_numpy(self._latents[rows]).float()
+        bad = ~(latents.flatten(1).abs().amax(1) <= LARGEST)  # NaN fails too
         if bool(bad.any()):
             row = int(rows[int(bad.nonzero()[0])])
             raise InputError(
                 f"row {row} of {self.name} ({self.data.texts('key', [row])[0]}) holds latents that are not finite or "
                 f"beyond {LARGEST:g}: its shard is damaged, copy it again from its source"
             )
-        return found
+        return latents
 
     def tokens(self, rows: NDArray[np.int64]) -> Tensor:
-        """Token ids [n, L]."""
+        """Returns token ids [n, L]."""
         return torch.from_numpy(self._tokens[rows])
 
     def longest_text(self, text: TextEncoder) -> int:
-        """The tokens of the longest among 64 captions."""
+        """Returns the tokens of the longest among 64 captions."""
         _, mask = text.encode(self.tokens(self.train[:64]))
         return int(mask.sum(1).max())
 
     def encode(self, text: TextEncoder, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The texts of some rows, in float32 also within autocast: that is how they are encoded to sample."""
+        """Encodes captions of some rows, in float32 also within autocast: that is how they are encoded to sample."""
         try:
             with torch.autocast(ids.device.type, enabled=False):
                 return text.encode(ids)
@@ -78,7 +78,7 @@ class DatasetView:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the pictures' content and split: the same data in other shards or another place are the same."""
+        """Returns a hash of the images' content and split, whatever shards and folder they are in."""
         digest = hashlib.sha256()
         for name in ("digest", "split"):
             column = self.data.column(name)
@@ -88,12 +88,12 @@ class DatasetView:
 
     @cached_property
     def mean(self) -> Tensor:
-        """The mean latent of what is trained on, in float64."""
+        """Returns the mean latent of what is trained on, in float64."""
         return self._moments[0]
 
     @cached_property
     def variance(self) -> float:
-        """The variance about that mean, averaged over the numbers of a latent."""
+        """Returns the variance about that mean, averaged over the numbers of a latent."""
         return self._moments[1]
 
     @cached_property
@@ -108,11 +108,11 @@ class DatasetView:
         return mean, square / len(chosen) / mean.numel() - float((mean**2).mean())
 
     def some(self, most: int) -> NDArray[np.int64]:
-        """Up to `most` rows to train on."""
+        """Returns up to `most` rows to train on."""
         return _some_of(self.train, most)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """Returns what must be the same for a run to be resumed."""
         about = self.data.about
         return {
             "name": about["source"]["name"],
@@ -125,7 +125,7 @@ class DatasetView:
         }
 
     def describe(self) -> dict[str, Any]:
-        """What an expert's card says of its data."""
+        """Returns what an expert's card says of its data."""
         own = {key: value for key, value in self.identity().items() if key not in ("codec", "text")}
         return {**own, "variance": self.variance, "license": self.data.about["license"]}
 
@@ -134,20 +134,20 @@ class DatasetView:
 
 
 def _some_of(pool: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """At most so many, chosen at random and always the same."""
+    """Returns at most so many, chosen at random and always the same."""
     if len(pool) <= most:
         return pool
     return np.sort(np.random.default_rng(0).choice(pool, most, replace=False))
 
 
 def spread_times(num: int, generator: torch.Generator) -> Tensor:
-    """Times spread evenly over [0, 1], one at random in each of `num` equal parts, in random order."""
+    """Returns times spread evenly over [0, 1], one at random in each of `num` equal parts, in random order."""
     t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
     return t[torch.randperm(num, generator=generator)]
 
 
 def refuse_inside(out: Path, data: Path) -> None:
-    """A run does not lie among the data it is made of."""
+    """Refuses a run that would lie among its own data."""
     if resolved(out).is_relative_to(resolved(data)):
         raise InputError(f"{out} lies within {data}: choose an --out outside of the data")
 
@@ -155,7 +155,7 @@ def refuse_inside(out: Path, data: Path) -> None:
 def decode_rows(
     data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None, side: int = 256
 ) -> NDArray[np.uint8]:
-    """The pictures of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
+    """Returns the images of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
     codec = codec or load_codec(data.folder)
     device = device_of(codec)
     parts = []

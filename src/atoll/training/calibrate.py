@@ -29,39 +29,39 @@ class Judgement:
     calibration: Calibration
 
 
-def measure_prior(rows: DatasetView, text: TextEncoder, device: torch.device) -> TextPrior:
-    """What the captions of a cluster alone say of its pictures."""
-    chosen = rows.some(MOST_FOR_PRIOR)
+def measure_prior(view: DatasetView, text: TextEncoder, device: torch.device) -> TextPrior:
+    """Fits what the captions of a cluster alone say of its images."""
+    chosen = view.some(MOST_FOR_PRIOR)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, len(chosen), AT_A_TIME):
             some = chosen[first : first + AT_A_TIME]
-            yield mean_token(*text.encode(rows.tokens(some).to(device))).cpu(), rows.latents(some)
+            yield mean_token(*text.encode(view.tokens(some).to(device))).cpu(), view.latents(some)
 
     null = mean_token(*text.encode(text.null_ids().to(device)))[0].cpu()
-    return TextPrior.fit(batches(), rows.mean, null)
+    return TextPrior.fit(batches(), view.mean, null)
 
 
 def judge(
     network: nn.Module,
     objective: Objective,
-    rows: DatasetView,
+    view: DatasetView,
     text: TextEncoder,
     device: torch.device,
     num: int,
     batch: int,
     prior: TextPrior,
 ) -> Judgement:
-    """`num` denoisings of held-out rows, at times spread evenly over the objective's own [0, 1]."""
-    pool = rows.judged_by(num)
+    """Denoises `num` held-out rows, at times spread evenly over the objective's own [0, 1]."""
+    pool = view.judged_by(num)
     chosen = np.resize(pool, num)
     generator = torch.Generator().manual_seed(0)
     t = objective.path.inside(spread_times(num, generator))
     losses, dots, squares = [], [], []
     for first in range(0, num, batch):
         part = slice(first, first + batch)
-        tokens, mask = text.encode(rows.tokens(chosen[part]).to(device))
-        x0 = rows.latents(chosen[part])
+        tokens, mask = text.encode(view.tokens(chosen[part]).to(device))
+        x0 = view.latents(chosen[part])
         guess, loss = _denoise(network, objective, x0, tokens, mask, t[part], generator)
         losses.append(loss)
         guess = torch.nan_to_num(guess, 0.0, 0.0, 0.0)  # a network that has diverged is judged all the same
@@ -71,7 +71,7 @@ def judge(
     loss = torch.cat(losses)
     log_snr = objective.path.log_snr(t.double())
     bins = min(NUM_BINS, max(1, num // 8))
-    calibration = Calibration.from_products(torch.cat(dots), torch.cat(squares), log_snr, rows.mean.float(), bins)
+    calibration = Calibration.from_products(torch.cat(dots), torch.cat(squares), log_snr, view.mean.float(), bins)
     places = torch.bucketize(log_snr, torch.tensor(EDGES, dtype=torch.float64))
     by_level = [loss[places == place] for place in range(len(EDGES) + 1)]
     return Judgement(float(loss.mean()), [float(part.mean()) if len(part) else None for part in by_level], calibration)
@@ -86,7 +86,7 @@ def _denoise(
     t: Tensor,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """What the network makes of x0 at t, and the objective's loss, of each sample."""
+    """Returns what the network makes of x0 at t, and the objective's loss, of each sample."""
     device = tokens.device
     eps = torch.randn(x0.shape, generator=generator)
     seen: list[Tensor] = []

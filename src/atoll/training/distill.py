@@ -1,9 +1,9 @@
 """One dense student of a whole ensemble: `atoll distill`.
 
-The student learns the teacher's velocity at x_t = (1 - t) x0 + t eps of real pictures. Taught by label, a picture of
+The student learns the teacher's velocity at x_t = (1 - t) x0 + t eps of real images. Taught by label, an image of
 cluster k is taught by expert k alone. What the squared error then leads to is the mean over k given what the student
 sees, the sum over k of p(k | x_t, t, text) u_k(x_t, t, text), which is Eq. 1 with the perfect router: no router is
-asked, and one expert a picture is run.
+asked, and one expert per image is run.
 """
 
 import warnings
@@ -58,7 +58,7 @@ class Teacher:
 
     @classmethod
     def open(cls, folder: Path, index: ModelIndex, settings: DistillSettings, device: torch.device) -> "Teacher":
-        """From a model folder; experts come into memory when they are first asked."""
+        """Opens a model folder; experts come into memory when they are first asked."""
         by_label = settings.teacher == "label" and index.num_experts > 1
         missing = missing_experts(folder, index)
         if not by_label and index.num_experts > 1 and index.router is None:
@@ -85,7 +85,7 @@ class Teacher:
 
     @property
     def by_label(self) -> bool:
-        """Whether it matters in which cluster a picture is."""
+        """Returns whether it matters in which cluster an image is."""
         return self.routing.name == "oracle" and self.ensemble.num_experts > 1
 
     @property
@@ -117,7 +117,7 @@ class Teacher:
         return u
 
     def resident_bytes(self) -> int:
-        """Of the weights that are in memory at a time, at most."""
+        """Returns the size of the weights that are in memory at a time, at most."""
         experts = [expert for expert in self.ensemble.cache.experts if isinstance(expert, FolderExpert)]
         sizes = sorted(((expert.path / WEIGHTS).stat().st_size for expert in experts), reverse=True)
         router = self.ensemble.router
@@ -126,14 +126,14 @@ class Teacher:
 
 
 def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
-    """Those that were never there, and those whose folders are not."""
+    """Returns those that were never there, and those whose folders are not."""
     return [
         f"expert_{k}" for k, part in enumerate(index.experts) if part is None or not (folder / part.folder).exists()
     ]
 
 
 def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
-    """The number of the expert of each cluster, of those that are there."""
+    """Returns the number of the expert of each cluster, of those that are there."""
     missing, places = missing_experts(folder, index), dict[int, int]()
     for k, part in enumerate(index.experts):
         if part is None or f"expert_{k}" in missing:
@@ -173,21 +173,23 @@ class DistillTask(ExpertTask):
             self.license = f"{self.license} (data), {theirs} (teacher)"
 
     def _experts_of_rows(self, allow_missing: bool) -> Tensor:
-        """Who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
+        """Returns who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
         rows, places = self.view, self.teacher.places
         if not self.teacher.by_label:
             return torch.zeros(len(rows.data), dtype=torch.long)
         clusters = rows.data.clusters()
         numbers = np.unique(clusters)
-        found = {int(k): int(k) for k in numbers if k < self.teacher.ensemble.num_experts} if places is None else places
-        untaught = [int(k) for k in numbers if int(k) not in found]
+        teachers = (
+            {int(k): int(k) for k in numbers if k < self.teacher.ensemble.num_experts} if places is None else places
+        )
+        untaught = [int(k) for k in numbers if int(k) not in teachers]
         if untaught and not allow_missing:
             listed = ", ".join(map(str, untaught))
             raise InputError(
                 f"the teacher has no expert of cluster {listed} of {rows.data.folder}: give the data of its experts, "
-                "--allow-missing to leave these pictures out, or --teacher router"
+                "--allow-missing to leave these images out, or --teacher router"
             )
-        experts = np.array([found.get(k, -1) for k in range(int(numbers.max()) + 1)], np.int64)[clusters]
+        experts = np.array([teachers.get(k, -1) for k in range(int(numbers.max()) + 1)], np.int64)[clusters]
         taught = experts >= 0
         rows.train, rows.held_out = (part[taught[part]] for part in (rows.train, rows.held_out))
         if not len(rows.train):
@@ -206,7 +208,7 @@ class DistillTask(ExpertTask):
         return {**super().describe(), "teacher": teacher}
 
     def read(self, rows: NDArray[np.int64]) -> Tensors:
-        """Also who teaches each. Those of one teacher come together, so that it is in memory once a step, however
+        """Also reads who teaches each. Those of one teacher come together, so that it is in memory once a step, however
         small the micro-batches are; the noise that meets them does not know them."""
         teachers = self.experts[self.view.train[rows]].numpy()
         at, latents, ids = super().read(rows[np.argsort(teachers, kind="stable")])
@@ -227,7 +229,7 @@ class DistillTask(ExpertTask):
 
     @torch.no_grad()
     def loss_to_teacher(self, num: int) -> float:
-        """How far the student is from its teacher on held-out rows, always at the same noise and times."""
+        """Returns how far the student is from its teacher on held-out rows, always at the same noise and times."""
         chosen = np.resize(self.view.judged_by(num), num)
         chosen = chosen[np.argsort(self.experts[chosen].numpy(), kind="stable")]
         generator = torch.Generator().manual_seed(0)
@@ -251,24 +253,24 @@ class DistillTask(ExpertTask):
         return replace(super().as_expert(training), guidance=self.learned_guidance)
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
-        """Measure against the teacher as well as against the data, and write the student as an expert."""
+        """Measures against the teacher as well as against the data, and writes the student as an expert."""
         apart = self.loss_to_teacher(JUDGED_AT_THE_END)
         about = {**self.teacher.about, "held_out_loss": apart}
         super().finish(folder, {**training, "teacher": about})
         assert self.judgement is not None
-        told = [
+        lines = [
             f"a student of {about.get('name', 'its teacher')}: {apart:.4f} from it, loss {self.judgement.loss:.4f} "
-            f"against the pictures themselves, on {self.view.measured_on}"
+            f"against the images themselves, on {self.view.measured_on}"
         ]
         if self.learned_guidance != 1:
-            told.append(
+            lines.append(
                 f"it has learned guidance of {self.learned_guidance:g}: sample it with --guidance 1, the default"
             )
-        return [*told, f"next: atoll assemble {folder} --data {self.view.data.folder} --out MODEL"]
+        return [*lines, f"next: atoll assemble {folder} --data {self.view.data.folder} --out MODEL"]
 
 
 def squared_error(one: Tensor, other: Tensor) -> Tensor:
-    """The mean over each sample: [B]."""
+    """Returns the mean over each sample: [B]."""
     return ((one - other) ** 2).flatten(1).mean(1)
 
 
@@ -303,7 +305,7 @@ def distill(
 
 
 def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
-    """Refuse data of other latents or other texts than the teacher's."""
+    """Refuses data of other latents or other texts than the teacher's."""
     ours, theirs = (list(shape) for shape in (data.about["latent_shape"], index.latent_space.shape))
     if ours != theirs:
         raise InputError(
@@ -316,7 +318,7 @@ def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
 
 
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
-    """Warn where the clusters of the data may be others than those of the experts."""
+    """Warns where the clusters of the data may be others than those of the experts."""
     clusters = set(data.clusters().tolist())
     for cluster, k in places_of(folder, index).items():
         part = index.experts[k]
@@ -325,7 +327,7 @@ def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
         known = None if card.data is None else card.data.fingerprint
         if cluster in clusters and known not in (None, DatasetView(Dataset.open(data.folder, cluster)).fingerprint):
             warnings.warn(
-                f"expert_{k} of {folder} was trained on other pictures than cluster {cluster} of {data.folder}: labels "
+                f"expert_{k} of {folder} was trained on other images than cluster {cluster} of {data.folder}: labels "
                 "are right only if `atoll assign` has placed these into the clusters of the experts, so if it has not, "
                 "use --teacher router",
                 stacklevel=2,

@@ -68,21 +68,21 @@ class ExpertTask(CaptionedTask):
             with seeded("weights", self.settings.seed):
                 return DiT(DiTConfig(**sizes))
         network = DiT.from_pretrained(init, dtype=torch.float32)
-        found, card = network.config, network.card
-        asked = preset(self.settings.model, input_size=found.input_size)
+        config, card = network.config, network.card
+        sizes = preset(self.settings.model, input_size=config.input_size)
         if self.settings.model != type(self.settings)().model and any(
-            getattr(found, name) != value for name, value in asked.items()
+            getattr(config, name) != value for name, value in sizes.items()
         ):
-            theirs_is = f"{found.hidden_size}x{found.depth}/{found.patch_size}"
+            theirs_is = f"{config.hidden_size}x{config.depth}/{config.patch_size}"
             raise InputError(f"{init} is of size {theirs_is}, not {self.settings.model}: leave --model out with --init")
-        if (found.in_channels, found.input_size) != (channels, size):
+        if (config.in_channels, config.input_size) != (channels, size):
             raise InputError(
-                f"{init} was made for latents {[found.in_channels, found.input_size, found.input_size]}, but "
+                f"{init} was made for latents {[config.in_channels, config.input_size, config.input_size]}, but "
                 f"{self.view.name} has {list(self.view.shape)}: prepare the data with the codec and size of {init}"
             )
-        if found.text_dim != self.text.dim:
+        if config.text_dim != self.text.dim:
             raise InputError(
-                f"{init} reads text {found.text_dim} wide, but {self.view.name} has {self.text.dim}: "
+                f"{init} reads text {config.text_dim} wide, but {self.view.name} has {self.text.dim}: "
                 f"prepare the data with the text encoder of {init}"
             )
         if "latent_space" in card:
@@ -157,7 +157,7 @@ class ExpertTask(CaptionedTask):
         )
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
-        """Measure on more held-out data than before, and write the expert."""
+        """Measures on more held-out data than before, and writes the expert."""
         self.judgement = self._judge(JUDGED_AT_THE_END)
         on = self.view.measured_on
         held_out = {"loss": self.judgement.loss, "by_log_snr": self.judgement.loss_by_log_snr, "on": on}
@@ -170,13 +170,13 @@ class ExpertTask(CaptionedTask):
 
 
 def _table(init: Path, card: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """What the card of first weights says under some keys, each within the one before."""
-    found: Any = card
+    """Returns what the card of first weights says under some keys, each within the one before."""
+    value: Any = card
     for key in keys:
-        found = found.get(key)
-        if not isinstance(found, Mapping):
-            raise InputError(f"{init} describes its {key} as {shown(found)}: copy it again from its source")
-    return found
+        value = value.get(key)
+        if not isinstance(value, Mapping):
+            raise InputError(f"{init} describes its {key} as {shown(value)}: copy it again from its source")
+    return value
 
 
 def train_expert(

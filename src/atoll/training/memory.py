@@ -1,4 +1,4 @@
-"""How much memory a training process will take at its peak, told before it takes it.
+"""How much memory a training process will take at its peak, predicted before it takes it.
 
 What autograd keeps is not estimated but counted: one update runs on torch's meta device, where tensors have shapes
 and no data, and every storage is followed from its making to its end.
@@ -62,7 +62,7 @@ class Memory:
         return held + max(self.gradients + self.activations + self.batch + self.other, self.saving, self.drawing)
 
     def lines(self) -> list[str]:
-        """For a person: a part in each line, and the peak."""
+        """Returns a part in each line, and the peak."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return [f"{name:12} {in_words(size):>9}" for name, size in {**parts, "peak": self.total}.items() if size]
 
@@ -87,7 +87,7 @@ def predict(
     frozen: int = 0,
     drawing: int = 0,
 ) -> Memory:
-    """The peak of one of `processes` that train `config`; texts have `text_length` tokens.
+    """Predicts the peak of one of `processes` that train `config`; texts have `text_length` tokens.
 
     `base` is measured on a CPU unless given: call this before anything of the run is loaded. `frozen` is for what else
     will be there, such as a text encoder, `drawing` for what comes and goes with a grid of samples. On a CPU, the
@@ -158,7 +158,7 @@ def largest_micro_batch(
 
 
 def micro_batch_of(settings: Settings, processes: int = 1) -> int:
-    """How many samples a process has at a time."""
+    """Returns how many samples a process has at a time."""
     share = -(-settings.batch // processes)
     return share if settings.micro_batch is None else min(settings.micro_batch, share)
 
@@ -172,7 +172,7 @@ def count_activations(
     bf16: bool = False,
     device_type: str = "cpu",
 ) -> Activations:
-    """What a forward pass keeps and a backward pass adds, counted without data."""
+    """Counts what a forward pass keeps and a backward pass adds, without data."""
     network, arguments = on_meta(config), inputs_of(config, num_samples, text_length)
     learned = [p for p in network.parameters() if p.requires_grad]
     for parameter in learned:
@@ -243,7 +243,7 @@ class Kernels(TorchFunctionMode):
         super().__init__()
         self.bf16 = bf16
         self.on_cuda = device_type == "cuda"
-        self.copies: dict[int, Tensor] = {}  # weights in bf16, made once a forward pass
+        self.copies: dict[int, Tensor] = {}  # weights in bf16, made once per forward pass
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -342,7 +342,7 @@ class Heap:
 
 
 def measure_base() -> int:
-    """This process's memory once it has trained something tiny: torch loads some of itself only then."""
+    """Returns this process's memory once it has trained something tiny: torch loads some of itself only then."""
     config = DiTConfig(**preset("xs", input_size=4, in_channels=1, text_dim=4))
     with torch.random.fork_rng(devices=[]):
         network = DiT(config)
@@ -355,12 +355,12 @@ def measure_base() -> int:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory, or on systems that do not tell, the most there have been."""
+    """Returns the bytes of this process in memory, or on systems that do not tell, the most there have been."""
     return _from_status("VmRSS")
 
 
 def peak_resident() -> int:
-    """The most bytes of this process that have been in memory."""
+    """Returns the most bytes of this process that have been in memory."""
     return _from_status("VmHWM")
 
 
@@ -383,7 +383,7 @@ def on_meta(config: DiTConfig | RouterConfig) -> DiT | Router:
 
 
 def inputs_of(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:
-    """x, t and a text without padding, since how much of it is padding is a question to the data."""
+    """Returns x, t and a text without padding, since how much of it is padding is a question to the data."""
     assert num_samples >= 1
     assert text_length >= 1
     size = config.input_size

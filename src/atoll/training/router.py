@@ -30,7 +30,7 @@ from atoll.training.settings import RouterSettings
 from atoll.training.task import CaptionedTask, Tensors
 
 JUDGED, JUDGED_AT_THE_END = 1024, 4096
-LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is told
+LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is reported
 CONFIDENCE_BINS = 15
 MOST_FOR_CENTROIDS = 100_000
 IMAGE_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -76,9 +76,8 @@ class RouterTask(CaptionedTask):
         return ask(router, self.view, self.labels, text, self.device, num, self.at_a_time)
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
-        """Fit the temperature, compare with the router from centroids, and write the router."""
-        found = self.answers(self.network, JUDGED_AT_THE_END)
-        held_out = calibrated(found)
+        """Fits the temperature, compares with the router from centroids, and writes the router."""
+        held_out = calibrated(self.answers(self.network, JUDGED_AT_THE_END))
         _, baseline = self.from_centroids()
         compared = {key: baseline[key] for key in ("accuracy", "accuracy_by_t", "loss")}
         self.write(self.network, folder, {**held_out, "centroids": compared}, training)
@@ -89,12 +88,12 @@ class RouterTask(CaptionedTask):
         return [other, *report(held_out, "trained")]  # the last lines are this router's own
 
     def from_centroids(self) -> tuple[CentroidRouter, dict[str, Any]]:
-        """The router that needs no training, at the image_scale which suits held-out data best, and how good it is."""
+        """Returns the router that needs no training, at the best image_scale on held-out data, and how good it is."""
         text = self.text if self.settings.text else None
-        found = centroid_routers(self.view, self.labels, self.num_experts, text, self.device)
-        judged = [calibrated(self.answers(router, JUDGED_AT_THE_END)) for router in found]
-        best = min(range(len(found)), key=lambda i: judged[i]["loss"])
-        return found[best], judged[best]
+        routers = centroid_routers(self.view, self.labels, self.num_experts, text, self.device)
+        judged = [calibrated(self.answers(router, JUDGED_AT_THE_END)) for router in routers]
+        best = min(range(len(routers)), key=lambda i: judged[i]["loss"])
+        return routers[best], judged[best]
 
     def write(
         self, router: Router | CentroidRouter, folder: Path, held_out: Mapping[str, Any], training: Mapping[str, Any]
@@ -122,43 +121,43 @@ class Answers(NamedTuple):
 @torch.no_grad()
 def ask(
     router: nn.Module,
-    rows: DatasetView,
+    view: DatasetView,
     labels: Tensor,
     text: TextEncoder | None,
     device: torch.device,
     num: int,
     batch: int,
 ) -> Answers:
-    """A router's logits for held-out rows, at times spread evenly over [0, 1]."""
-    pool = rows.judged_by(num)
+    """Returns a router's logits for held-out rows, at times spread evenly over [0, 1]."""
+    pool = view.judged_by(num)
     chosen = np.resize(pool, num)
     generator = torch.Generator().manual_seed(0)
     t = spread_times(num, generator)
     logits = []
     for first in range(0, num, batch):
         at, times = chosen[first : first + batch], t[first : first + batch]
-        x0 = rows.latents(at)
+        x0 = view.latents(at)
         alpha, sigma, _, _ = LINEAR(times).broadcast(x0)
         x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(device)
-        seen = () if text is None else text.encode(rows.tokens(at).to(device))
+        seen = () if text is None else text.encode(view.tokens(at).to(device))
         logits.append(router(x, times.to(device), *seen).double().cpu())
     return Answers(torch.cat(logits), labels[chosen], t, torch.arange(num) % len(pool))
 
 
-def accuracy(found: Answers) -> float:
-    return float((found.logits.argmax(1) == found.labels).double().mean())
+def accuracy(answers: Answers) -> float:
+    return float((answers.logits.argmax(1) == answers.labels).double().mean())
 
 
-def accuracy_by_level(found: Answers) -> list[float | None]:
-    """The share of right answers between each two LEVELS of t."""
-    right = (found.logits.argmax(1) == found.labels).double()
-    places = torch.bucketize(found.t.double(), torch.tensor(LEVELS[1:-1], dtype=torch.float64))
+def accuracy_by_level(answers: Answers) -> list[float | None]:
+    """Returns the share of right answers between each two LEVELS of t."""
+    right = (answers.logits.argmax(1) == answers.labels).double()
+    places = torch.bucketize(answers.t.double(), torch.tensor(LEVELS[1:-1], dtype=torch.float64))
     parts = [right[places == place] for place in range(len(LEVELS) - 1)]
     return [float(part.mean()) if len(part) else None for part in parts]
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The temperature whose softmax gives the labels the most likelihood: a convex search along 1 / T."""
+    """Returns the temperature whose softmax gives the labels the most likelihood: a convex search along 1 / T."""
 
     def loss(inverse: float) -> float:
         return float(F.cross_entropy(logits * inverse, labels))
@@ -180,27 +179,27 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def calibration_error(logits: Tensor, labels: Tensor) -> float:
-    """The expected calibration error: how far confidence and accuracy are apart, over bins of confidence."""
+    """Returns the expected calibration error: how far confidence and accuracy are apart, over bins of confidence."""
     confidence, answer = torch.softmax(logits, 1).max(1)
     right = (answer == labels).double()
     places = (confidence * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
     total = 0.0
     for place in places.unique():
-        here = places == place
-        total += float(here.sum()) * abs(float(confidence[here].mean()) - float(right[here].mean()))
+        members = places == place
+        total += float(members.sum()) * abs(float(confidence[members].mean()) - float(right[members].mean()))
     return total / len(labels)
 
 
-def calibrated(found: Answers) -> dict[str, Any]:
-    """Accuracy, the temperature fitted on every other row, and how calibrated it is on the rest."""
-    half = found.row % 2 == 0
+def calibrated(answers: Answers) -> dict[str, Any]:
+    """Returns accuracy, the temperature fitted on every other row, and how calibrated it is on the rest."""
+    half = answers.row % 2 == 0
     if bool(half.all()):  # one row is all there is
         half = torch.arange(len(half)) % 2 == 0
-    temperature = fit_temperature(found.logits[half], found.labels[half])
-    rest, labels = found.logits[~half], found.labels[~half]
+    temperature = fit_temperature(answers.logits[half], answers.labels[half])
+    rest, labels = answers.logits[~half], answers.labels[~half]
     return {
-        "accuracy": accuracy(found),
-        "accuracy_by_t": accuracy_by_level(found),
+        "accuracy": accuracy(answers),
+        "accuracy_by_t": accuracy_by_level(answers),
         "temperature": temperature,
         "loss": float(F.cross_entropy(rest / temperature, labels)),
         "loss_at_temperature_1": float(F.cross_entropy(rest, labels)),
@@ -224,28 +223,28 @@ def report(held_out: Mapping[str, Any], name: str) -> Sequence[str]:
 
 
 def centroid_routers(
-    rows: DatasetView, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
+    view: DatasetView, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
 ) -> list[CentroidRouter]:
-    """From the means and variances of each cluster's latents and texts, in one pass; one for each of IMAGE_SCALES."""
-    chosen = rows.some(MOST_FOR_CENTROIDS)
-    sizes = torch.bincount(labels[rows.train], minlength=num).double().clamp_min(1)  # none is impossible
+    """Fits a router per image scale to means and variances of each cluster's latents and texts, in one pass."""
+    chosen = view.some(MOST_FOR_CENTROIDS)
+    sizes = torch.bincount(labels[view.train], minlength=num).double().clamp_min(1)  # none is impossible
     counts = torch.bincount(labels[chosen], minlength=num).double()
-    total, square = torch.zeros(num, *rows.shape, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
+    total, square = torch.zeros(num, *view.shape, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
     width = 0 if text is None else text.dim
     texts, outer = torch.zeros(num, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     for first in range(0, len(chosen), AT_A_TIME):
         at = chosen[first : first + AT_A_TIME]
-        latents, label = rows.latents(at).double(), labels[at]
+        latents, label = view.latents(at).double(), labels[at]
         total.index_add_(0, label, latents)
         square.index_add_(0, label, (latents**2).flatten(1).mean(1))
         if text is not None:
-            pooled = mean_token(*text.encode(rows.tokens(at).to(device))).double().cpu()
+            pooled = mean_token(*text.encode(view.tokens(at).to(device))).double().cpu()
             texts.index_add_(0, label, pooled)
             outer += pooled.T @ pooled
-    there = counts.clamp_min(1)
-    means = total / there[:, None, None, None]
-    variances = (square / there - (means**2).flatten(1).mean(1)).clamp_min(0)
-    text_means = None if text is None else texts / there[:, None]
+    divisor = counts.clamp_min(1)
+    means = total / divisor[:, None, None, None]
+    variances = (square / divisor - (means**2).flatten(1).mean(1)).clamp_min(0)
+    text_means = None if text is None else texts / divisor[:, None]
     within = None if text_means is None else (outer - (text_means.T * counts) @ text_means) / counts.sum()
     routers = (
         CentroidRouter.fit(means, variances, sizes, text_means, within, image_scale=scale) for scale in IMAGE_SCALES
@@ -254,7 +253,7 @@ def centroid_routers(
 
 
 def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Sequence[str]:
-    """The router that needs no training, as a folder like that of a trained one."""
+    """Writes the router that needs no training, as a folder like that of a trained one."""
     refuse_inside(out, data)
     task = RouterTask(Dataset.open(data), settings, settings.torch_device)
     with Distributed(settings).locked(out):
@@ -269,8 +268,8 @@ def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Seq
 
 
 def num_clusters_of(data: Dataset) -> int:
-    found = read_json(data.folder / "clusters" / "partition.json", f"run `atoll partition {data.folder} --experts K`")
-    num = found.get("num_clusters")
+    about = read_json(data.folder / "clusters" / "partition.json", f"run `atoll partition {data.folder} --experts K`")
+    num = about.get("num_clusters")
     if type(num) is not int or num < 1:
         raise InputError(
             f"{data.folder}/clusters/partition.json does not say how many clusters there are: partition again"

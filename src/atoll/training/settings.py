@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -160,11 +160,11 @@ class ExpertSettings(Settings):
 
     @property
     def resolved_objective(self) -> "Objective":
-        from atoll.diffusion.objective import Objective, get_objective
+        from atoll.diffusion.objective import get_objective
 
-        found = get_objective(self.objective)
+        objective = get_objective(self.objective)
         changes = {name: value for name in ("schedule", "weighting") if (value := getattr(self, name)) is not None}
-        return Objective(**{**{f.name: getattr(found, f.name) for f in fields(found)}, **changes})
+        return replace(objective, **changes)
 
 
 @dataclass(frozen=True)
