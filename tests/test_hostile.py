@@ -397,6 +397,25 @@ print("alive")
         assert run.stdout.endswith("alive\n")
 
 
+class TestCheckpoints:
+    FLAGS = ("--cluster", "0", "--model", "xs/1", "--batch", "4", "--save-every", "1", "--eval-every", "9",
+             "--sample-every", "0")  # fmt: skip
+
+    @pytest.mark.parametrize("place", [0.1, 0.4, 0.7, 0.999])
+    def test_a_flipped_bit_is_told_and_the_one_before_is_taken(self, place, data, tmp_path, capsys):
+        for name in ("whole", "cut"):
+            main(["train", str(data), "--out", str(tmp_path / name), "--steps", "2", *self.FLAGS])
+        path = max((tmp_path / "cut" / "state").glob("*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[int(place * (len(content) - 1))] ^= 4
+        path.write_bytes(content)
+        capsys.readouterr()
+        for name in ("whole", "cut"):
+            main(["train", str(data), "--out", str(tmp_path / name), "--steps", "3", *self.FLAGS])
+        assert f"{path.name} is" in capsys.readouterr().err
+        assert digest(tmp_path / "whole" / "model.safetensors") == digest(tmp_path / "cut" / "model.safetensors")
+
+
 class TestKnownDigests:
     @pytest.fixture
     def path(self, tmp_path, monkeypatch) -> Path:

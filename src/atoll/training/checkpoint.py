@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atoll.config import build
+from atoll.encoders.pretrained import fingerprint
 from atoll.errors import InputError, printable, shown
 from atoll.storage import open_regular, parse_json, read_json, real_path, reason_of, write_whole
 from atoll.tensors import DTYPES, TensorFile
@@ -125,7 +126,12 @@ def save(
     folder: Path, tensors: Mapping[str, Tensor], progress: Progress, keep_last: int, keep_every: int | None
 ) -> None:
     """Writes a checkpoint, and removes those that need not be kept."""
-    about = {"format": str(FORMAT), "progress": json.dumps(asdict(progress), allow_nan=False)}
+    values = asdict(progress)
+    about = {
+        "format": str(FORMAT),
+        "progress": json.dumps(values, allow_nan=False),
+        "sha256": fingerprint(tensors, values),
+    }
     write_whole(path_of(folder, progress.step), lambda staged: save_file(dict(tensors), staged, about))
     for path in saved(folder)[:-keep_last]:
         if keep_every is None or int(path.stem) % keep_every:
@@ -205,4 +211,7 @@ def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
                 )
         for name, tensor in into.items():
             tensor.copy_(file.read([name])[name])
+        expected = file.metadata.get("sha256")  # None: it was written before checkpoints had one
+        if expected is not None and fingerprint(into, asdict(progress)) != expected:
+            raise InputError(f"the checkpoint {path} is damaged (its hash is another)")
     return progress
