@@ -603,7 +603,7 @@ def test_mistakes(experts):
         Ensemble(experts, router, max_resident=0)
     with pytest.raises(InputError, match="temperature"):
         Ensemble(experts, router, temperature=-1.0)
-    with pytest.raises(InputError, match="k must be a whole number from 1 to the 4"):
+    with pytest.raises(InputError, match="must be a whole number from 1 to the 4"):
         Ensemble(experts, router).mix(prompts, routing=get_routing("topk:5"))(x, t)
     with pytest.raises(InputError, match="they must agree"):
         Ensemble([*experts[:1], VelocityExpert.of(make_expert(0, sizes={**SIZES, "input_size": 4}))])

@@ -293,7 +293,7 @@ TARGETS = [
     Target("model", 420, make_model, sample),
     Target("parts", 300, make_run, put_together),
     Target("data", 420, make_data, read_data),
-    Target("checkpoint", 300, make_half_trained, resume),
+    Target("checkpoint", 120, make_half_trained, resume),
     Target("pt", 200, make_checkpoint, convert, hashed=False),
     Target("safetensors", 150, make_safetensors, convert, hashed=False),
     Target("pictures", 200, make_pictures, prepare, hashed=False),

@@ -278,8 +278,9 @@ print(peak_resident())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("codec", [pytest.param("pca", marks=pytest.mark.slow), "vae"])
+@pytest.mark.parametrize("codec", ["pca", "vae"])
 def test_a_run_that_draws_samples_takes_what_was_predicted(codec, kl, tmp_path, report):
     """Held-out figures and a grid of samples included; a VAE loads libraries of its own."""
     spec = "pca" if codec == "pca" else f"vae:{kl}"

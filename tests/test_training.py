@@ -81,14 +81,14 @@ class TestKilled:
         "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "router"))]
     )
     def test_it_ends_as_if_nothing_had_happened(self, data, tmp_path, kind):
-        """Killed with -9 at five random moments: the same weights, EMA weights and metrics, bit for bit."""
+        """Killed with -9 at random moments: the same weights, EMA weights and metrics, bit for bit."""
         verb = ["train-router", data] if kind == "router" else ["train", data, "--cluster", 1, "--objective", kind]
         whole, cut = tmp_path / "whole", tmp_path / "cut"
         changes = {"sample-every": 0} if kind == "router" else {}
         subprocess.run(command(*verb, "--out", whole, *flags(**changes)), check=True, capture_output=True)
         rng = random.Random(kind)
         kills = 0
-        while kills < 5:
+        while kills < (3 if kind == "fm" else 5):
             process = alone(*verb, "--out", cut, *flags(**changes))
             deadline = time.monotonic() + 300
             steps = len(read_metrics(cut))
@@ -103,7 +103,7 @@ class TestKilled:
                 break
         done = subprocess.run(command(*verb, "--out", cut, *flags(**changes)), check=True, capture_output=True)
         assert done.returncode == 0
-        assert kills >= 3
+        assert kills >= 2
         last = "state/000000120.safetensors"
         one, other = load_file(whole / last), load_file(cut / last)
         assert one.keys() == other.keys()
