@@ -18,10 +18,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atoll.cards import hash_of
 from atoll.config import build
 from atoll.encoders.pretrained import fingerprint
 from atoll.errors import InputError, printable, shown
-from atoll.storage import open_regular, parse_json, read_json, real_path, reason_of, write_whole
+from atoll.storage import open_regular, parse_json, read_json, real_path, reason_of, write_json, write_whole
 from atoll.tensors import DTYPES, TensorFile
 from atoll.training.settings import Settings, refuse_another
 
@@ -103,11 +104,20 @@ def read_run(folder: Path, about: Mapping[str, Any], settings: Settings) -> Mapp
     if not (folder / "run.json").exists():
         return {}
     before = read_json(folder / "run.json", "remove the folder, or choose another --out")
+    expected = before.pop("sha256", None)  # None: it was written before there was one
+    if expected is not None and hash_of(before) != expected:
+        raise InputError(f"{folder}/run.json was altered (its hash is another): restore it, or choose another --out")
+            f"{folder / 'run.json'} was altered (its hash is another): restore it, or choose another --out"
+        )
     refuse_another(folder, before.get("settings"), settings)
     for name in about.keys() - {"settings"}:
         if before.get(name) != about[name]:
             raise InputError(f"{folder} was begun with another {name.replace('_', ' ')}: choose another --out")
     return before
+
+
+def write_run(folder: Path, about: Mapping[str, Any]) -> None:
+    write_json(folder / "run.json", {**about, "sha256": hash_of(about)})
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------

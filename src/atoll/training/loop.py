@@ -21,7 +21,6 @@ from tqdm import tqdm
 from atoll.errors import InputError, printable
 from atoll.plots.contact_sheet import save_picture
 from atoll.processes import stop_signals
-from atoll.storage import write_json
 from atoll.training import checkpoint
 from atoll.training.batches import Batches
 from atoll.training.checkpoint import Progress
@@ -68,7 +67,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         distributed.barrier()  # all have read before the first writes
         if is_main:
             checkpoint.remove_unfinished(checkpoints)
-            write_json(folder / "run.json", {**about, "complete": False})
+            checkpoint.write_run(folder, {**about, "complete": False})
 
         def save() -> None:
             if is_main:
@@ -192,7 +191,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         }
         with learner.using_ema():
             lines = task.finish(folder, training)
-        write_json(folder / "run.json", {**about, "complete": True, "steps_done": progress.step})
+        checkpoint.write_run(folder, {**about, "complete": True, "steps_done": progress.step})
         minutes, seconds = divmod(round(progress.seconds), 60)
         return [f"{folder}: {progress.step} steps in {minutes} min {seconds} s", *lines]
 
