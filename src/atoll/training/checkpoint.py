@@ -107,8 +107,6 @@ def read_run(folder: Path, about: Mapping[str, Any], settings: Settings) -> Mapp
     expected = before.pop("sha256", None)  # None: it was written before there was one
     if expected is not None and hash_of(before) != expected:
         raise InputError(f"{folder}/run.json was altered (its hash is another): restore it, or choose another --out")
-            f"{folder / 'run.json'} was altered (its hash is another): restore it, or choose another --out"
-        )
     refuse_another(folder, before.get("settings"), settings)
     for name in about.keys() - {"settings"}:
         if before.get(name) != about[name]:
