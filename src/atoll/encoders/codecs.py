@@ -193,7 +193,8 @@ class PatchPCA(Codec, Stored):
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         self.latent_shape(check_images(images).shape[2])
-        latents = (_patches(images.float(), self.config.patch_size) - self.mean) @ self.basis.T / self.scale
+        patches = _patches(images.float(), self.config.patch_size) - self.mean
+        latents = one_by_one(lambda one: one @ self.basis.T, patches) / self.scale  # MKL rounds by the size of a batch
         return latents.permute(0, 3, 1, 2).contiguous()  # [B, n, S/p, S/p]
 
     @torch.no_grad()
