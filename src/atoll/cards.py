@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -267,8 +267,9 @@ class ModelIndex(Card):
                 raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
 
 
-def hash_of(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+def hash_of(value: Any) -> str:
+    """Returns the SHA-256 of anything that JSON can say."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = digest_of) -> str:

@@ -1,6 +1,6 @@
 """Class-conditional DiT and SiT: facebookresearch's .pt files, and diffusers' DiTTransformer2DModel.
 
-They become experts that read text, for training to go on from (Eq. 19): per-block modulation is fitted by AdaLN-Single,
+They become experts that read text, to start training from (Eq. 19): per-block modulation is fitted by AdaLN-Single,
 the class is fixed, the text silent at first. Or, as they are, experts without text that answer exactly as the source.
 SiT's time runs the other way and its velocity has the other sign; both are folded into the weights, exactly.
 """

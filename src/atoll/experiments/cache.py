@@ -1,7 +1,5 @@
 """What an evaluation keeps: rows in files of so many, each made once, so that the same command resumes."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from atoll.cards import hash_of
 from atoll.errors import InputError, shown
 from atoll.storage import read_json, write_json, write_whole
 from atoll.tensors import TensorFile, read_tensors
@@ -115,8 +114,3 @@ class Snapshot:
 def write_text(path: Path, content: str) -> None:
     """Writes a page whole; half characters, as a name may hold them, are spelled out."""
     write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8", errors="backslashreplace"))
-
-
-def hash_of(value: Any) -> str:
-    """SHA-256 of anything that JSON can say."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

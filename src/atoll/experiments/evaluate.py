@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atoll.cards import hash_of
 from atoll.data.builtin.avatars import attributes_of
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError, plural
-from atoll.experiments.cache import Store, hash_of, write_text
+from atoll.experiments.cache import Store, write_text
 from atoll.experiments.flops import counting
 from atoll.experiments.judge import bytes_of
 from atoll.experiments.measure import (
