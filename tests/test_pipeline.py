@@ -23,8 +23,8 @@ from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
+from atoll.plots.charts import draw_trace
 from atoll.plots.contact_sheet import draw_grid
-from atoll.plots.trace import draw_trace
 from atoll.sampling import pipeline as module
 from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import initial_noise
@@ -261,7 +261,7 @@ class TestTrace:
         times = tuple(1 - i / 100 for i in range(100))
         weights = torch.tensor([[1.0, 0.0]] * 50 + [[0.0, 1.0]] * 50)
         image = Image.new("RGB", (32, 32), "#123456")
-        drawn = draw_trace(ImageTrace(times, weights), image, [], ["fm", "ddpm"], "a title")
+        drawn = draw_trace(times, weights, image, [], ["fm", "ddpm"], "a title")
         row = [drawn.getpixel((x, drawn.height - 120)) for x in range(60, 830)]
         first, second = ((0x0F, 0x71, 0x73), (0xE4, 0x57, 0x2E))
         assert row[:370].count(first) > 360
@@ -269,7 +269,7 @@ class TestTrace:
 
     def test_weights_stand_until_the_next_evaluation(self):
         trace = ImageTrace((1.0, 0.5), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
-        drawn = draw_trace(trace, Image.new("RGB", (32, 32)), [], ["fm", "ddpm"], "a title")
+        drawn = draw_trace(trace.times, trace.weights, Image.new("RGB", (32, 32)), [], ["fm", "ddpm"], "a title")
         for y in (drawn.height - 240, drawn.height - 150, drawn.height - 70):
             assert drawn.getpixel((54 + 380, y)) == (0x0F, 0x71, 0x73)
             assert drawn.getpixel((54 + 400, y)) == (0xE4, 0x57, 0x2E)
@@ -279,10 +279,10 @@ class TestTrace:
         texts = []
         monkeypatch.setattr(
             ImageDraw.ImageDraw, "text",
-            lambda self, place, text, fill, font, anchor="la": texts.append((place, text, font, anchor)),
+            lambda self, place, text, fill, font, anchor="la", **_: texts.append((place, text, font, anchor)),
         )  # fmt: skip
-        trace = ImageTrace((1.0,), torch.tensor([[1.0, 0.0]]))
-        draw_trace(trace, Image.new("RGB", (32, 32)), [], ["velocity, ddpm-scaled", "fm"], "a title")
+        weights, image = torch.tensor([[1.0, 0.0]]), Image.new("RGB", (32, 32))
+        draw_trace([1.0], weights, image, [], ["velocity, ddpm-scaled", "fm"], "a title")
         shares = {place[1]: place[0] - font.getlength(text) for place, text, font, _ in texts if text.endswith("%")}
         names = [(place, text, font) for place, text, font, _ in texts if text.startswith("expert")]
         assert names[0][1] == "expert 1 · fm"
@@ -294,7 +294,7 @@ class TestTrace:
         """More experts than colours or room, a missing one, no text, and a word without end."""
         trace = ImageTrace((1.0,), torch.full((1, 40), 1 / 40))
         image = Image.new("RGB", (64, 64))
-        drawn = draw_trace(trace, image, [], ["missing"] * 40, "")
+        drawn = draw_trace(trace.times, trace.weights, image, [], ["missing"] * 40, "")
         assert drawn.width > 900
         for captions in (["x" * 10000], ["", "b\n\x00\t"], ["猫"] * 40, [str(i) for i in range(300)]):
             draw_grid([image] * len(captions), captions, "notes " * 100)
@@ -826,14 +826,14 @@ class TestCommand:
         [
             ([], "there is no prompt: give one after the model, or --prompts FILE"),
             (["--prompts", "nowhere.txt"], "cannot read nowhere.txt (No such file or directory)"),
-            (["a", "--steps", "0"], "--steps must be a whole number from 1 to 10000, but is 0"),
-            (["a", "--steps", "9" * 20], "--steps must be a whole number from 1 to 10000"),
+            (["a", "--steps", "0"], "steps must be a whole number from 1 to 10000, but is 0"),
+            (["a", "--steps", "9" * 20], "steps must be a whole number from 1 to 10000"),
             (["a", "--routing", "full:1"], "routing 'full' takes no number"),
             (["a", "--device", "xla"], "device 'xla' is not supported"),
             (["a", "--guidance", "nan"], "guidance scale must be a finite number"),
             (["a", "--routing", "topk:9"], "asks for more than the 3 experts"),
             (["a", "--num", "0"], "--num must be at least 1"),
-            (["a", "--batch", "0"], "--batch must be at least 1"),
+            (["a", "--batch", "0"], "batch must be a whole number from 1"),
             (["a", "--seed", "-1"], "--seed must be at least 0"),
             (["a", "--seed", str(2**63)], "--seed must be at most"),
             (["a", "--num", str(10**9)], "--num 1000000000 for 1 prompt is more than 1,000,000 images"),

@@ -23,7 +23,7 @@ def inspect(
     from atoll.data.overview import describe, draw_sheet
     from atoll.data.shards import Dataset
     from atoll.errors import printable
-    from atoll.plots.contact_sheet import save_picture
+    from atoll.plots.canvas import save_picture
 
     dataset = Dataset.open(data, partial=True)
     for line in describe(dataset):

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -28,23 +29,11 @@ from atoll.cli.train_router import train_router
 from atoll.errors import InputError, printable
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
 
-VERBS: dict[str, Callable[..., Any]] = {
-    "fetch": fetch,
-    "prepare": prepare,
-    "partition": partition,
-    "assign": assign,
-    "inspect": inspect,
-    "train": train,
-    "train-router": train_router,
-    "train-all": train_all,
-    "assemble": assemble,
-    "distill": distill,
-    "sample": sample,
-    "convert": convert,
-    "evaluate": evaluate,
-    "reproduce": reproduce,
-    "demo": demo,
-}
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(fetch, prepare, partition, assign, inspect, train, train_router, train_all, assemble, distill, sample, convert),
+    *(evaluate, reproduce, demo),
+)
+VERBS = {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
 SETTINGS: dict[str, dict[str, type[Settings]]] = {
     "train": {"settings": ExpertSettings},
     "train-router": {"settings": RouterSettings},
@@ -77,14 +66,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Our warnings as one line each, once, and without the line of code they came from."""
-    told: set[str] = set()
+    """Shows each of our warnings once, as one line, without the line of code it came from."""
+    shown: set[str] = set()
 
-    def show(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        if str(message) not in told:
-            told.add(str(message))
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in shown:
+            shown.add(str(message))
             print("\r" * sys.stderr.isatty() + printable(f"atoll: {message}"), file=sys.stderr)
 
     with warnings.catch_warnings():
@@ -93,25 +80,22 @@ def plain_warnings() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class _Flag:
+    recipe: str | None = None
+
+
 def _verbs(given: list[str]) -> dict[str, Callable[..., Any]]:
-    """The verbs, those that take settings with the recipe's values as their defaults: so flags win over it."""
+    """Returns the verbs; those that take settings have the recipe's values as defaults, so that flags win over it."""
     verbs = dict(VERBS)
     for name, wanted in SETTINGS.items():
-        recipe = _recipe(given) if given[:1] == [name] else None
+        recipe = None
+        if given[:1] == [name]:
+            flag, _ = tyro.cli(_Flag, args=given[1:], add_help=False, return_unknown_args=True)
+            recipe = flag.recipe
         defaults = {key: cls() if recipe is None else read_recipe(recipe, cls) for key, cls in wanted.items()}
         verbs[name] = partial(VERBS[name], **defaults)
     return verbs
-
-
-def _recipe(given: list[str]) -> str | None:
-    for i, argument in enumerate(given):
-        flag, equals, value = argument.partition("=")
-        if flag == "--recipe":
-            if equals:
-                return value
-            if i + 1 < len(given):
-                return given[i + 1]
-    return None
 
 
 if __name__ == "__main__":

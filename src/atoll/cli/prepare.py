@@ -66,12 +66,11 @@ def prepare(
 
     settings = Settings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
     place = Source(source, template, num, size, seed, follow_links)
-    about = make(place, out, settings, workers, device=device)
-    counts, shape = about["counts"], "x".join(map(str, about["latent_shape"]))
-    held, rejected = counts["held_out"], counts["rejected"]
-    print(f"{out}: {counts['rows']} images ({held} held out), {rejected} rejected, latents {shape}")
+    card = make(place, out, settings, workers, device=device)
+    counts, shape = card.counts, "x".join(map(str, card.latent_shape))
+    print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")
     for line in damage_in(out):
         warnings.warn(line, stacklevel=1)
-    if rejected:
+    if counts.rejected:
         print(f"why: {out / 'rejected.jsonl'}")
     print(f"next: atoll partition {out} --experts 4")

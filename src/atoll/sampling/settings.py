@@ -1,0 +1,47 @@
+"""How images are made unless one says otherwise. Apart, so that `atoll sample --help` need not wait for torch.
+
+benchmarks/quality.py is what the defaults were chosen by.
+"""
+
+import math
+from dataclasses import dataclass
+
+from atoll.errors import InputError
+
+GUIDANCE = 2.0  # of models that have not learned it
+TOP_K = 2
+MAX_STEPS = 10_000
+MAX_IMAGES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model makes images."""
+
+    steps: int = 20
+    """Steps of the solver, at most 10,000."""
+    guidance: float | None = None
+    """How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model that has
+    learned its guidance."""
+    solver: str = "multistep"
+    """multistep, euler, heun, midpoint or dpm2m; evaluate also knows ancestral and ddim, for a model of one expert."""
+    routing: str = "top1"
+    """Which experts make an image: top1; topk:2, the two most probable; full; threshold:0.1, those of at least this
+    probability; sample; or by_time:0.5, flow matching above this time and the others below. evaluate also knows oracle:
+    the expert of the cluster that the caption's own image is in."""
+    conversion: str | None = None
+    """calibrated, exact or paper; by default calibrated for experts that predict noise and carry a calibration, and
+    exact for all others."""
+    batch: int = 16
+    """Images at a time."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("steps", MAX_STEPS), ("batch", MAX_IMAGES)):
+            if not 1 <= (value := getattr(self, name)) <= most:
+                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value}")
+        check_guidance(self.guidance)
+
+
+def check_guidance(scale: float | None) -> None:
+    if scale is not None and not 0 <= scale < math.inf:
+        raise InputError(f"the guidance scale must be a finite number of at least 0, but is {scale}")
