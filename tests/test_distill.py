@@ -206,7 +206,7 @@ ORACLES: dict[DistillTask, ClusteredGaussians] = {}
 def task_of_oracle(data: Path, by: str) -> DistillTask:
     """A task on prepared data whose teachers are perfect for clusters of Gaussians of that shape."""
     dataset = Dataset.open(data)
-    shape = tuple(dataset.about["latent_shape"])
+    shape = tuple(dataset.card.latent_shape)
     oracle = ClusteredGaussians.random(3, 2, math.prod(shape))
 
     def flat(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -364,7 +364,7 @@ class TestStudent:
         assert (teacher["by"], teacher["guidance"], teacher["missing"]) == ("label", 3.0, [])
         assert teacher["held_out_loss"] > 0
         assert card["training"]["held_out"]["loss"] > 0
-        assert card["license"] == Dataset.open(data).about["license"]
+        assert card["license"] == Dataset.open(data).card.license
         assert str(data) not in json.dumps(card)
         assert Expert.load(student).guidance == 3.0
         assert Expert.load(student).calibration is not None

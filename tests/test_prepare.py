@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from atoll.cards import BegunDatasetCard
 from atoll.data import prepare as module
 from atoll.data import shards
 from atoll.data.prepare import Settings, count, prepare, split_of
@@ -41,6 +42,13 @@ def make(out: Path, source: Source | None = None, settings: Settings = SMALL, wo
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below, hidden ones too."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def unfinish(folder: Path) -> None:
+    """Takes dataset.json back to what a run writes when it begins."""
+    path = folder / "dataset.json"
+    begun = {**json.loads(path.read_text()), "complete": False}
+    path.write_text(json.dumps({key: value for key, value in begun.items() if key in BegunDatasetCard.model_fields}))
 
 
 @pytest.fixture
@@ -68,7 +76,7 @@ class TestRows:
 
     def test_latents_are_the_codecs(self, tmp_path):
         data = make(tmp_path / "d", settings=Settings(size=16, codec="pixels"))
-        assert data.about["latent_shape"] == [3, 16, 16]
+        assert data.card.latent_shape == [3, 16, 16]
         example = Source("shapes", num=150, size=16)
         from atoll.data.builtin import make as built_in
 
@@ -224,9 +232,7 @@ class TestSameBytes:
             try:
                 process.wait(wait)
                 # It got to the end first: take a part of the work back, so that there is something to interrupt.
-                (out / "dataset.json").write_text(
-                    (out / "dataset.json").read_text().replace('"complete": true', '"complete": false')
-                )
+                unfinish(out)
                 for path in sorted((out / "shards").glob("*"))[rng.randrange(20) :]:
                     path.unlink()
                 continue
@@ -269,8 +275,7 @@ class TestSameBytes:
         assert encoded == [1] * 40  # each picture once
         assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
         for damaged in (content[:-7], b"", content.replace(b"digest", b"digesx")):
-            path = tmp_path / "killed" / "dataset.json"
-            path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+            unfinish(tmp_path / "killed")
             (tmp_path / "killed" / "shards" / "00000.safetensors").unlink()
             part.write_bytes(damaged)
             make(tmp_path / "killed", source, settings)
@@ -411,8 +416,7 @@ def test_files_can_be_read_by_others(tmp_path):
 class TestOpening:
     def test_unfinished(self, tmp_path):
         make(tmp_path / "d")
-        path = tmp_path / "d" / "dataset.json"
-        path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+        unfinish(tmp_path / "d")
         with pytest.raises(InputError, match="rerun the same `atoll prepare` command"):
             Dataset.open(tmp_path / "d")
 
@@ -608,8 +612,8 @@ def test_the_real_classes(autoencoder, clip, dino, tmp_path, request):
     settings = Settings(size=32, codec=f"vae:{vae}", text=f"clip:{clip}", features=f"dino:{dino}")
     data = make(tmp_path / "d", Source("shapes", num=40, size=32), settings)
     assert {"vae", "text_encoder", "tokenizer"} <= {path.name for path in data.folder.iterdir()}
-    check_same(data.about["codec"], make_codec(f"vae:{vae}").describe(), "codec")
-    assert data.about["codec"]["spec"] == f"vae:{vae.name}"
-    check_same(data.about["text"], load_text_encoder(data.folder).describe(), "text encoder")
+    check_same(data.card.codec.values(), make_codec(f"vae:{vae}").describe(), "codec")
+    assert data.card.codec.spec == f"vae:{vae.name}"
+    check_same(data.card.text.values(), load_text_encoder(data.folder).describe(), "text encoder")
     with pytest.raises(InputError, match="prepared with another codec .*prepare the data again with"):
-        check_same(data.about["codec"], make_codec("pixels").describe(), "codec")
+        check_same(data.card.codec.values(), make_codec("pixels").describe(), "codec")

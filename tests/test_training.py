@@ -718,7 +718,7 @@ class TestBadData:
         about = json.loads((broken / "dataset.json").read_text())
         del about[key]
         (broken / "dataset.json").write_text(json.dumps(about))
-        with pytest.raises(InputError, match=f"has no '{key}'"):
+        with pytest.raises(InputError, match=f"lacks '{key}'"):
             train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
 
     def test_a_missing_codec_shows_at_once(self, data, tmp_path):

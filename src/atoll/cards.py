@@ -19,7 +19,7 @@ from atoll.errors import InputError, shown
 from atoll.storage import check_size, digest_of, known_digest, read_json, reason_of, write_json
 from atoll.tensors import TensorFile
 
-INDEX, CONFIG = "model_index.json", "config.json"
+INDEX, CONFIG, DATASET = "model_index.json", "config.json", "dataset.json"
 FORMAT, CLASS = 1, "AtollPipeline"
 NETWORK = ("format", "model", "architecture", "sha256")  # what config.json says of the network alone
 AGAIN = "copy it again from its source"
@@ -56,6 +56,7 @@ def _file(name: str) -> str:
 Name = Annotated[str, AfterValidator(_plain)]
 FileName = Annotated[str, AfterValidator(_file)]
 Size = Annotated[int, Field(ge=1, le=65536)]
+Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 Number = int | float  # a whole one stays whole, so that a card says what its file says
 Positive = Annotated[Number, Field(gt=0, lt=math.inf)]
 
@@ -114,6 +115,11 @@ class TextEncoderCard(EncoderCard):
     hide_padding: bool | None = None  # of CLIP
 
 
+class FeaturesCard(EncoderCard):
+    dim: Size
+    transform: str
+
+
 class LatentSpace(Card):
     shape: Annotated[list[Size], Len(3, 3)]  # [C, S, S]
     codec: CodecCard
@@ -123,6 +129,81 @@ class LatentSpace(Card):
         pixels = self.shape[1] * self.codec.factor
         _require(pixels <= MAX_SIDE, f"gives images of {pixels} pixels a side, and the most is {MAX_SIDE}")
         return self
+
+
+class SourceCard(Card):
+    """Where the images of a data set come from; a path is named by its last part."""
+
+    name: str
+    kind: str
+    template: str | None = None
+    num: Count | None = None
+    seed: int | None = None
+    follow_links: bool = False
+    items: Count
+    keys: str  # a digest of the items' names and captions
+
+
+class PrepareCard(Card):
+    """How the images of a data set were prepared: `prepare.PrepareSettings` without paths of one machine."""
+
+    size: Annotated[int, Field(ge=1, le=MAX_SIDE)]
+    codec: str
+    text: str
+    features: str
+    holdout: Number
+    near_duplicates: str
+    min_side: int | None
+    max_aspect: Number
+    license: str
+
+
+class Counts(Card):
+    rows: Count
+    train: Count
+    held_out: Count
+    rejected: Count
+
+
+class BegunDatasetCard(Card):
+    """What dataset.json says from the start: another run may go on only if it says the same."""
+
+    format: int = FORMAT
+    complete: bool
+    license: str
+    source: SourceCard
+    settings: PrepareCard
+    text: TextEncoderCard
+    features: FeaturesCard
+
+
+class DatasetCard(BegunDatasetCard):
+    """What the dataset.json of a finished data set says."""
+
+    counts: Counts
+    codec: CodecCard
+    latent_shape: Annotated[list[Size], Len(3, 3)]  # [C, S, S]
+
+    @model_validator(mode="after")
+    def _is_what_the_codec_makes(self) -> Self:
+        side = self.settings.size // self.codec.factor
+        expected = [self.codec.channels, side, side]
+        _require(self.latent_shape == expected, f"has latents {self.latent_shape}, but its codec makes {expected}")
+        return self
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        return LatentSpace(shape=self.latent_shape, codec=self.codec)
+
+    @classmethod
+    def read(cls, folder: Path) -> "DatasetCard":
+        values = read_json(folder / DATASET, "give a folder that `atoll prepare` has made")
+        if values.get("format") != FORMAT:
+            has = shown(values.get("format"))
+            raise InputError(f"{folder} has format {has}, and this version of atoll reads {FORMAT}")
+        if values.get("complete") is not True:
+            raise InputError(f"{folder} is not finished: rerun the same `atoll prepare` command to resume")
+        return cls.parse(values, str(folder / DATASET))
 
 
 class DataCard(Card):

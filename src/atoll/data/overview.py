@@ -18,20 +18,19 @@ MAX_LINE = 1 << 20  # bytes of a line of rejected.jsonl
 
 def describe(data: Dataset) -> Iterator[str]:
     """Counts, splits, sizes, what was rejected, the licence."""
-    about, counts = data.about, data.about["counts"]
-    source, settings = about["source"], about["settings"]
-    present = "" if len(data) == counts["rows"] else f" ({len(data)} of them here)"
-    yield f"{data.folder}: {counts['rows']} images{present} of {source['items']} in {source['name']} ({source['kind']})"
-    yield f"  split     {counts['train']} to train on, {counts['held_out']} held out"
-    shape = " x ".join(map(str, about["latent_shape"]))
-    yield f"  images    {settings['size']} x {settings['size']} pixels, as latents {shape} by {about['codec']['spec']}"
+    card, counts, source = data.card, data.card.counts, data.card.source
+    present = "" if len(data) == counts.rows else f" ({len(data)} of them here)"
+    yield f"{data.folder}: {counts.rows} images{present} of {source.items} in {source.name} ({source.kind})"
+    yield f"  split     {counts.train} to train on, {counts.held_out} held out"
+    shape = " x ".join(map(str, card.latent_shape))
+    yield f"  images    {card.settings.size} x {card.settings.size} pixels, as latents {shape} by {card.codec.spec}"
     num_tokens, num_features = (data.column(name)[:1].shape[1] for name in ("tokens", "features"))
-    yield f"  text      {about['text']['spec']}, up to {num_tokens} tokens"
-    yield f"  features  {about['features']['spec']}, {num_features} numbers"
+    yield f"  text      {card.text.spec}, up to {num_tokens} tokens"
+    yield f"  features  {card.features.spec}, {num_features} numbers"
     size = data.size_on_disk()
     yield f"  on disk   {size / 1e6:.1f} MB, {size / len(data):.0f} bytes per image"
-    yield f"  license   {about['license']}"
-    yield f"  rejected  {counts['rejected']}"
+    yield f"  license   {card.license}"
+    yield f"  rejected  {counts.rejected}"
     for reason, num in _reasons(data.folder).most_common(8):
         yield f"            {num:7} {reason}"
     clusters = cluster_folders(data.folder)

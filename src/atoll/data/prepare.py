@@ -27,9 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from atoll.cards import DATASET, FORMAT, BegunDatasetCard, DatasetCard
 from atoll.data.duplicates import Duplicates
 from atoll.data.images import CroppedImage, Transform
-from atoll.data.shards import FORMAT, HELD_OUT, MAX_SIZE, TRAIN, Shard, check_described, write_shard, write_sums
+from atoll.data.shards import HELD_OUT, TRAIN, Shard, write_shard, write_sums
 from atoll.data.sources import DAMAGED, Item, Samples, Source, readers
 from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.encoders.features import Features, Simple, make_features
@@ -46,6 +47,7 @@ BATCH = 64  # images at a time through the codec and the features
 SLOW_BATCH = 1  # where each takes long
 SAVE_EVERY = 30.0  # seconds after which the part of a shard that is done is saved
 MAX_WORKERS = 1024
+MAX_SIZE = 4096  # pixels of a side
 NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 
 
@@ -100,18 +102,18 @@ def prepare(
     num_workers: int | None = None,
     progress: bool = True,
     device: str = "auto",
-) -> dict[str, Any]:
-    """Makes the data set, or resumes making it; returns its dataset.json. `device` is that of codec and features."""
+) -> DatasetCard:
+    """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features."""
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
     out = Path(out)
     make_folder(out)
-    begun = (out / "dataset.json").exists()
+    begun = (out / DATASET).exists()
     with alone(out):
         try:
             return _prepare(source, out, settings, num_workers, progress, _device(device))
         except InputError:
-            if not begun and (out / "dataset.json").exists() and not any((out / "shards").glob("*[0-9].*")):
+            if not begun and (out / DATASET).exists() and not any((out / "shards").glob("*[0-9].*")):
                 _forget(out)
             with suppress(OSError):
                 out.rmdir()  # if it is empty
@@ -120,16 +122,16 @@ def prepare(
 
 def _prepare(
     source: Source, out: Path, settings: Settings, num_workers: int | None, progress: bool, device: torch.device
-) -> dict[str, Any]:
+) -> DatasetCard:
     text, features = make_text_encoder(settings.text), make_features(settings.features)
     _move(features, device)
     side = max(settings.size, features.size)
     chunk = min(CHUNK, max(64, (1 << 24) // side**2))
     census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
-    about = _begin(out, source, settings, census, {"text": text.describe(), "features": features.describe()})
+    begun = _begin(out, source, settings, census, text, features)
     _clean(out)
-    if about.get("complete"):
-        return about
+    if isinstance(begun, DatasetCard):
+        return begun
     if num_workers is None:
         num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
     near = settings.near_duplicates == "drop" or (settings.near_duplicates == "auto" and source.kind != "built-in")
@@ -164,20 +166,21 @@ def _prepare(
     for leftover in (out / "shards").glob(".*.part"):
         leftover.unlink()
     write_sums(out / "shards", sums)
-    about |= {
-        "complete": True,
-        "counts": counts,
-        "codec": _described(codec, settings),
-        "latent_shape": list(codec.latent_shape(settings.size)),
-    }
-    write_json(out / "dataset.json", about)
-    return about
-
-
-def _described(codec: Codec, settings: Settings) -> dict[str, Any]:
-    """What the codec is; a VAE by the name it was asked for, not by that of its copy in the data set."""
-    about = codec.describe()
-    return {**about, "spec": public_spec(settings.codec)} if isinstance(codec, VAE) else about
+    values = codec.describe()
+    if isinstance(codec, VAE):  # by the name it was asked for, not by that of its copy in the data set
+        values["spec"] = public_spec(settings.codec)
+    card = DatasetCard.parse(
+        begun.values()
+        | {
+            "complete": True,
+            "counts": counts,
+            "codec": values,
+            "latent_shape": list(codec.latent_shape(settings.size)),
+        },
+        str(out),
+    )
+    write_json(out / DATASET, card.values())
+    return card
 
 
 def _device(name: str) -> torch.device:
@@ -215,43 +218,43 @@ def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> C
 
 
 def _begin(
-    out: Path, source: Source, settings: Settings, census: Census, models: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+    out: Path, source: Source, settings: Settings, census: Census, text: TextEncoder, features: Features
+) -> BegunDatasetCard:
     """Starts dataset.json, or makes sure that the one that is there is of this very run."""
-    path = out / "dataset.json"
-    current: dict[str, Any] = {
-        "format": FORMAT,
-        "complete": False,
-        "license": settings.license,
-        "source": {**source.describe(), "items": census.num_items, "keys": census.digest},
-        "settings": settings.describe(),
-        **models,
-    }
+    path = out / DATASET
+    current = BegunDatasetCard.parse(
+        {
+            "format": FORMAT,
+            "complete": False,
+            "license": settings.license,
+            "source": {**source.describe(), "items": census.num_items, "keys": census.digest},
+            "settings": settings.describe(),
+            "text": text.describe(),
+            "features": features.describe(),
+        },
+        str(path),
+    )
     if not path.exists():
-        if any(other.name != ".dataset.json.tmp" for other in out.iterdir()):
+        if any(other.name != f".{DATASET}.tmp" for other in out.iterdir()):
             raise InputError(f"{out} is not empty and not a data set: choose another --out")
-        write_json(path, current)
+        write_json(path, current.values())
         return current
-    stored = read_json(path, "delete the folder and prepare it again")
-    if not all(isinstance(stored.get(part), dict) for part in ("settings", "source", "text", "features")):
-        raise InputError(f"{path} does not say how it was begun: delete the folder and prepare it again")
-    for part in ("settings", "source"):
-        for key, value in current[part].items():
-            before = stored[part].get(key)
-            if before != value:
+    values = read_json(path, "delete the folder and prepare it again")
+    begun = (DatasetCard if values.get("complete") else BegunDatasetCard).parse(values, str(path))
+    for now, before in ((current.settings, begun.settings), (current.source, begun.source)):
+        for key, value in now:
+            if (old := getattr(before, key)) != value:
                 what = (
                     "its images or captions have changed"
                     if key in ("items", "keys")
-                    else f"{key} was {shown(before)}, now {shown(value)}"
+                    else f"{key} was {shown(old)}, now {shown(value)}"
                 )
                 raise InputError(
                     f"{out} was begun otherwise ({what}): choose another --out, or delete it to start anew"
                 )
-    check_same(stored["text"], models["text"], "text encoder")
-    check_same(stored["features"], models["features"], "features")
-    if stored.get("complete"):
-        check_described(out, stored)
-    return stored
+    check_same(begun.text.values(), current.text.values(), "text encoder")
+    check_same(begun.features.values(), current.features.values(), "features")
+    return begun
 
 
 def _codec(
@@ -472,7 +475,7 @@ def _clean(out: Path) -> None:
 def _forget(out: Path) -> None:
     """Take back what a run wrote that has no row to show, so that it can be corrected and run again."""
     _clean(out)
-    (out / "dataset.json").unlink(missing_ok=True)
+    (out / DATASET).unlink(missing_ok=True)
     for folder in ("vae", "shards"):
         shutil.rmtree(out / folder, ignore_errors=True)
     with suppress(OSError):

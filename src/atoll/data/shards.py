@@ -28,15 +28,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from atoll.cards import DatasetCard
 from atoll.errors import InputError, shown
-from atoll.storage import MAX_JSON, digest_of, known_digest, open_regular, read_bytes, read_json, reason_of, write_whole
+from atoll.storage import MAX_JSON, digest_of, known_digest, open_regular, read_bytes, reason_of, write_whole
 from atoll.tensors import Entry, check_memory, read_header
 
-FORMAT = 1
 TRAIN, HELD_OUT = 0, 1
 TEXTS = ("key", "caption", "label")
 SUMS = "SHA256SUMS"
-MAX_SIZE = 4096  # pixels of a side
 AGAIN = "copy it again from its source"
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
 
@@ -175,7 +174,7 @@ class Dataset:
     """A prepared data set, or one cluster of it."""
 
     folder: Path
-    about: dict[str, Any]
+    card: DatasetCard
     shards: list[Shard]
     cluster: int | None = None
 
@@ -183,13 +182,7 @@ class Dataset:
     def open(cls, folder: str | Path, cluster: int | None = None, partial: bool = False) -> "Dataset":
         """Opens DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
         folder = Path(folder)
-        about = read_json(folder / "dataset.json", "give a folder that `atoll prepare` has made")
-        if about.get("format") != FORMAT:
-            has = shown(about.get("format"))
-            raise InputError(f"{folder} has format {has}, and this version of atoll reads {FORMAT}")
-        if about.get("complete") is not True:
-            raise InputError(f"{folder} is not finished: rerun the same `atoll prepare` command to resume")
-        check_described(folder, about)
+        card = DatasetCard.read(folder)
         if cluster is None:
             places = [folder / "shards"]
             if clusters_in(folder) is not None:
@@ -201,8 +194,8 @@ class Dataset:
                 raise InputError(f"{folder} has no cluster {cluster}: there are {names or 'none yet'}")
             places = [folders[cluster]]
         shards = [shard for place in places for shard in _open_shards(place, folder, partial)]
-        data = cls(folder, about, shards, cluster)
-        expected = about["counts"]["rows"]
+        data = cls(folder, card, shards, cluster)
+        expected = card.counts.rows
         if cluster is None and not partial and len(data) != expected:
             raise InputError(f"{folder} has {len(data)} rows of {expected}: some of its shards are missing")
         return data
@@ -251,39 +244,6 @@ class Dataset:
 
     def size_on_disk(self) -> int:
         return sum(shard.path.stat().st_size for shard in self.shards)
-
-
-def check_described(folder: Path, about: Mapping[str, Any]) -> None:
-    """Whether a dataset.json says what all that reads it must know, in numbers that can be."""
-    count, word = range(1 << 48), str
-    model = {"spec": word, "fingerprint": word}
-    needed: dict[str, Any] = {
-        "counts": dict.fromkeys(("rows", "train", "held_out", "rejected"), count),
-        "source": {"name": word, "kind": word, "items": count},
-        "settings": {"size": range(1, MAX_SIZE + 1)},
-        "codec": model,
-        "text": {**model, "max_length": range(1, 65537)},
-        "features": model,
-        "license": word,
-        "latent_shape": list,
-    }
-    for name, kind in needed.items():
-        value = about.get(name)
-        if isinstance(kind, dict):
-            for key, wanted in kind.items():
-                if isinstance(value, dict) and not _is(value.get(key), wanted):
-                    has = shown(value.get(key))
-                    raise InputError(f"{folder}/dataset.json has {has} for the {key} of {name!r}: {AGAIN}")
-        if not _is(value, dict if isinstance(kind, dict) else kind):
-            raise InputError(f"{folder}/dataset.json has no {name!r} that can be read: {AGAIN}")
-    shape = about["latent_shape"]
-    if len(shape) != 3 or not all(_is(side, range(1, 65537)) for side in shape) or np.prod(shape, dtype=float) > 2**27:
-        raise InputError(f"{folder}/dataset.json has latents of shape {shown(shape)}: {AGAIN}")
-
-
-def _is(value: object, wanted: Any) -> bool:
-    """Whether a value is of a type, or an integer of a range."""
-    return type(value) is int and value in wanted if isinstance(wanted, range) else isinstance(value, wanted)
 
 
 def clusters_in(folder: Path) -> Path | None:

@@ -35,10 +35,11 @@ class DatasetView:
         if len(self.train) == 0:
             raise InputError(f"{name} has no images to train on, only {len(self.held_out)} held out: prepare more")
         self.name = name
-        self.shape: tuple[int, int, int] = tuple(data.about["latent_shape"])
+        channels, side, _ = data.card.latent_shape
+        self.shape = (channels, side, side)
         self._latents, self._tokens = data.column("latents"), data.column("tokens")
         self.measured_on = "held-out rows" if len(self.held_out) else "training rows, for none are held out"
-        for column, shape in ((self._latents, self.shape), (self._tokens, (data.about["text"]["max_length"],))):
+        for column, shape in ((self._latents, self.shape), (self._tokens, (data.card.text.max_length,))):
             if (actual := column[:1].shape[1:]) != shape:
                 raise InputError(f"{column.name} of {name} are {list(actual)}, but its dataset.json says {list(shape)}")
 
@@ -113,24 +114,24 @@ class DatasetView:
 
     def identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be resumed."""
-        about = self.data.about
+        card = self.data.card
         return {
-            "name": about["source"]["name"],
+            "name": card.source.name,
             "fingerprint": self.fingerprint,
             "cluster": self.data.cluster,
             "pictures": len(self.train),
             "held_out": len(self.held_out),
-            "codec": about["codec"]["fingerprint"],
-            "text": about["text"]["fingerprint"],
+            "codec": card.codec.fingerprint,
+            "text": card.text.fingerprint,
         }
 
     def describe(self) -> dict[str, Any]:
         """Returns what an expert's card says of its data."""
         own = {key: value for key, value in self.identity().items() if key not in ("codec", "text")}
-        return {**own, "variance": self.variance, "license": self.data.about["license"]}
+        return {**own, "variance": self.variance, "license": self.data.card.license}
 
     def latent_space(self) -> Mapping[str, Any]:
-        return {"shape": list(self.shape), "codec": self.data.about["codec"]}
+        return self.data.card.latent_space.values()
 
 
 def _some_of(pool: NDArray[np.int64], most: int) -> NDArray[np.int64]:

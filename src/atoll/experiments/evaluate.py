@@ -45,7 +45,8 @@ from atoll.metrics.diversity import find_weights
 from atoll.metrics.frechet import least_for_infinity
 from atoll.metrics.labels import why_unreadable
 from atoll.networks.expert import Expert
-from atoll.plots.contact_sheet import draw_samples, save_picture
+from atoll.plots.canvas import save_picture
+from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
@@ -277,15 +278,15 @@ class Evaluation:
 
     def describe(self) -> dict[str, Any]:
         """What results.json says beside the models."""
-        about = self.rows.data.about
+        card = self.rows.data.card
         settings = {key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip")}
         return {
             "data": {
-                "name": about["source"]["name"],
+                "name": card.source.name,
                 "cluster": self.rows.data.cluster,
                 "fingerprint": self.rows.fingerprint,
-                "codec": about["codec"]["fingerprint"],
-                "license": about["license"],
+                "codec": card.codec.fingerprint,
+                "license": card.license,
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
             "reference": {"split": "train", "num": self.suite.num_reference, "pictures": "decoded from latents"},
@@ -370,7 +371,7 @@ class Evaluation:
         pipe = AtollPipeline.from_pretrained(
             contender.model, device=self.suite.device, conversion=contender.sampling.conversion
         )
-        if pipe.index.latent_space.codec.fingerprint != self.rows.data.about["codec"]["fingerprint"]:
+        if pipe.index.latent_space.codec.fingerprint != self.rows.data.card.codec.fingerprint:
             warnings.warn(
                 f"{contender.name} has another codec than the data: its images are measured against what the codec "
                 "of the data gives back",

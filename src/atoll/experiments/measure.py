@@ -169,7 +169,7 @@ class MetricSuite:
             images = self.images_of_rows(rows[some])
             return change(images) if change else images
 
-        codec = self.rows.data.about["codec"]["fingerprint"]
+        codec = self.rows.data.card.codec.fingerprint
         of = {"data": self.rows.fingerprint, "codec": codec, "rows": which}
         return self._cached(name, of, ROWS_A_FILE, num, images_of_slice, "real images")
 

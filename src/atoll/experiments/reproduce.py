@@ -48,7 +48,8 @@ from atoll.experiments.measure import Images, MetricSettings
 from atoll.experiments.studies import RANDOM, Clusters, Model, Part, Row, Study, get_study, monolith, parts_of
 from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_results
 from atoll.partition.partition import partition
-from atoll.plots.contact_sheet import draw_samples, save_picture
+from atoll.plots.canvas import save_picture
+from atoll.plots.contact_sheet import draw_samples
 from atoll.processes import die_with_parent
 from atoll.storage import alone, make_folder, open_regular, read_json, reason_of, write_json
 from atoll.training.expert import ExpertTask
@@ -245,8 +246,8 @@ class _Reproduction:
     def _partition(self, clusters: Clusters) -> None:
         folder = self._data_of(clusters)
         if (folder / "clusters" / "partition.json").exists():
-            ours, theirs = Dataset.open(self.data).about, Dataset.open(folder).about
-            if all(ours[key] == theirs[key] for key in ("source", "settings", "codec")):
+            ours, theirs = Dataset.open(self.data).card, Dataset.open(folder).card
+            if (ours.source, ours.settings, ours.codec) == (theirs.source, theirs.settings, theirs.codec):
                 return
             raise InputError(f"{self.out} was begun with other data than {self.data}: choose another --out")
         staged = folder.with_name(f".{folder.name}.partial")
@@ -326,9 +327,9 @@ class _Reproduction:
     # --- telling ----------------------------------------------------------------------------------------------------
 
     def _results(self, judged: Mapping["_Row", "_Measured"]) -> dict[str, Any]:
-        about = Dataset.open(self.data).about
+        card = Dataset.open(self.data).card
         return {
-            "data": {"name": about["source"]["name"], "pictures": about["counts"]["rows"], "license": about["license"]},
+            "data": {"name": card.source.name, "pictures": card.counts.rows, "license": card.license},
             "seeds": len(self.seeds),
             "recipe": json.loads(json.dumps(asdict(self.recipe))),
             "training_flops": self._count_flops(),

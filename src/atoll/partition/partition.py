@@ -19,7 +19,8 @@ from atoll.encoders.pretrained import check_same
 from atoll.errors import InputError, printable, shown, unknown
 from atoll.partition.assign import Centroids, Progress, assign, by_label, by_random, measure
 from atoll.partition.kmeans import hierarchical
-from atoll.plots.contact_sheet import cluster_map, contact_sheet, flat_map, save_picture
+from atoll.plots.canvas import save_picture
+from atoll.plots.contact_sheet import cluster_map, contact_sheet
 from atoll.storage import alone, read_json, write_json
 
 METHODS = ("kmeans", "random", "label")
@@ -79,8 +80,8 @@ def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -
     with alone(Path(folder)), _bar(progress) as show:
         data = Dataset.open(folder)
         for part in MODELS:
-            check_same(about[part], data.about[part], part)
-        shape = data.about["latent_shape"]
+            check_same(about[part], getattr(data.card, part).values(), part)
+        shape = data.card.latent_shape
         if about.get("latent_shape") != shape:
             raise InputError(f"latents are {shape}, there {shown(about.get('latent_shape'))}: prepare with its --size")
         labels = assign(data.column("features"), centroids, progress=show)
@@ -99,8 +100,8 @@ def _write(
     """Regroups the rows, with all that describes the clusters beside them."""
     with _bar(progress) as show:
         quality = measure(data.column("features"), labels, num_clusters, metric=metric, progress=show)
-    models = {part: data.about[part] for part in MODELS}
-    shape = data.about["latent_shape"]
+    models = {part: getattr(data.card, part).values() for part in MODELS}
+    shape = data.card.latent_shape
     about = {"format": 1, **settings, "num_clusters": num_clusters, **asdict(quality), "latent_shape": shape, **models}
     cluster_of = labels.numpy()
 
@@ -140,9 +141,9 @@ def _draw(data: Dataset, cluster_of: NDArray[np.int64], num_clusters: int, folde
         sheet = contact_sheet(decode_rows(data, rows, codec), title, captions)
         save_picture(sheet, folder / f"{cluster:02d}" / "sheet.png")
     rows = np.sort(rng.choice(len(data), min(on_the_map, len(data)), replace=False))
-    points = flat_map(data.column("features")[rows].astype(np.float64))
+    features = data.column("features")[rows].astype(np.float64)
     names = [f"cluster {cluster}" for cluster in range(num_clusters)]
-    figure = cluster_map(points, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
+    figure = cluster_map(features, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
     save_picture(figure, folder / "map.png")
 
 

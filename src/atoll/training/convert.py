@@ -63,7 +63,7 @@ def _convert_for(
     data: Path, cluster: int | None, checkpoint: Path, out: Path, options: Options, calibrate: int
 ) -> Converted:
     dataset, text = Dataset.open(data, cluster), load_text_encoder(data)
-    about, shape = dataset.about, dataset.about["latent_shape"]
+    card, shape = dataset.card, dataset.card.latent_shape
     if options.input_size not in (None, shape[1]) or options.text_dim not in (None, text.dim):
         raise InputError(
             f"--size and --text-dim are those of {data}, {shape[1]} and {text.dim}: leave them out with --data"
@@ -74,9 +74,9 @@ def _convert_for(
         raise InputError(f"{checkpoint} takes {config.in_channels} channels, but the latents of {data} are {shape}")
     if config.text_dim not in (None, text.dim):
         raise InputError(f"{checkpoint} reads text {config.text_dim} wide, but that of {data} is {text.dim} wide")
-    space = {"latent_space": {"shape": list(shape), "codec": about["codec"]}, "text_encoder": about["text"]}
+    space = {"latent_space": card.latent_space.values(), "text_encoder": card.text.values()}
     calibration = _calibration(converted, dataset, text, calibrate) if options.as_is and calibrate > 0 else None
-    save(converted, out, space, {"name": about["source"]["name"], "cluster": cluster}, calibration)
+    save(converted, out, space, {"name": card.source.name, "cluster": cluster}, calibration)
     return converted
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.cards import CodecCard, ExpertCard, ModelIndex, TextEncoderCard, require_same
+from atoll.cards import ExpertCard, ModelIndex, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside, spread_times
 from atoll.diffusion.guidance import Guidance
@@ -306,15 +306,13 @@ def distill(
 
 def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
     """Refuses data of other latents or other texts than the teacher's."""
-    ours, theirs = (list(shape) for shape in (data.about["latent_shape"], index.latent_space.shape))
+    ours, theirs = data.card.latent_shape, index.latent_space.shape
     if ours != theirs:
         raise InputError(
             f"{data.folder} has latents {ours}, but {folder} makes {theirs}: prepare the data with its codec and size"
         )
-    codec = CodecCard.parse(data.about["codec"], f"{data.folder}/dataset.json")
-    text = TextEncoderCard.parse(data.about["text"], f"{data.folder}/dataset.json")
-    require_same(codec, index.latent_space.codec, "codec", data.folder, folder)
-    require_same(text, index.text_encoder, "text encoder", data.folder, folder)
+    require_same(data.card.codec, index.latent_space.codec, "codec", data.folder, folder)
+    require_same(data.card.text, index.text_encoder, "text encoder", data.folder, folder)
 
 
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:

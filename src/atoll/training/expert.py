@@ -20,7 +20,7 @@ from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.expert import Expert
 from atoll.networks.presets import preset
 from atoll.networks.text_prior import TextPrior
-from atoll.plots.contact_sheet import sample_sheet
+from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.storage import resolved
@@ -51,7 +51,7 @@ class ExpertTask(CaptionedTask):
         self.settings = settings
         self.objective = settings.resolved_objective
         self.init: Mapping[str, Any] | None = None
-        self.license = str(data.about["license"])
+        self.license = data.card.license
         self.network = self._make_network(init)
         self.judgement: Judgement | None = None
         self.view.latents(self.view.judged_by(JUDGED))  # what is damaged or missing shows now, not hours later
@@ -140,7 +140,8 @@ class ExpertTask(CaptionedTask):
         images = pictures_of(codec.decode(latents))
         captions = self.view.data.texts("caption", rows)
         title = f"{self.view.name}, {self.settings.objective}"
-        return sample_sheet(decode_rows(self.view.data, rows, codec, side=images.shape[1]), images, captions, title)
+        real = decode_rows(self.view.data, rows, codec, side=images.shape[1])
+        return draw_samples({"held out": real, "made": images}, captions, title)
 
     def as_expert(self, training: Mapping[str, Any]) -> Expert:
         return Expert(

@@ -104,7 +104,7 @@ class RouterTask(CaptionedTask):
             "text_encoder": dict(self.about_text) if self.settings.text else None,
             "data": self.view.describe(),
             "training": {**training, "held_out": dict(held_out)},
-            "license": str(self.view.data.about["license"]),
+            "license": self.view.data.card.license,
         }
         router.save_pretrained(folder)
 

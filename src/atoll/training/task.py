@@ -59,7 +59,7 @@ class CaptionedTask:
         if isinstance(self.text, nn.Module):
             self.text.to(device)
         self.null_ids = self.text.null_ids()
-        self.about_text: Mapping[str, Any] = data.about["text"]
+        self.about_text: Mapping[str, Any] = data.card.text.values()
         check_same(self.about_text, self.text.describe(), "text encoder")
 
     @property
