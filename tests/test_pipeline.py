@@ -284,7 +284,7 @@ class TestTrace:
         weights, image = torch.tensor([[1.0, 0.0]]), Image.new("RGB", (32, 32))
         draw_trace([1.0], weights, image, [], ["velocity, ddpm-scaled", "fm"], "a title")
         shares = {place[1]: place[0] - font.getlength(text) for place, text, font, _ in texts if text.endswith("%")}
-        names = [(place, text, font) for place, text, font, _ in texts if text.startswith("expert")]
+        names = [(place, text, font) for place, text, font, _ in texts[::-1] if text.startswith("expert")]
         assert names[0][1] == "expert 1 · fm"
         assert names[1][1].startswith("expert 0 · velo")
         for place, text, font in names:
@@ -307,7 +307,9 @@ class TestTrace:
         measured = []
         length = ImageFont.FreeTypeFont.getlength
         monkeypatch.setattr(
-            ImageFont.FreeTypeFont, "getlength", lambda font, text: measured.append(len(text)) or length(font, text)
+            ImageFont.FreeTypeFont,
+            "getlength",
+            lambda font, text, *how: measured.append(len(text)) or length(font, text, *how),
         )
         draw_grid([Image.new("RGB", (32, 32))] * 2, [text] * 2)
         assert len(measured) < 60

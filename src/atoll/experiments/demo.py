@@ -46,7 +46,8 @@ from atoll.experiments.graph import Graph, ModelNode, PartNode
 from atoll.experiments.judge import BATCH, SIZE, DemoPrompts, Judge, are_right, bytes_of
 from atoll.experiments.report import Curve, Gallery, Labelled, Traced, write_report
 from atoll.partition.partition import partition
-from atoll.plots.contact_sheet import draw_grid, save_picture
+from atoll.plots.canvas import save_picture
+from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from atoll.plots.bars import Bar, Panel, draw_panels
+from atoll.plots.charts import Bar, draw_panels
 
 NETWORKS = {
     "simple": "colour and edge features",
@@ -205,7 +205,7 @@ def draw_metrics(models: Sequence[Mapping[str, Any]], metrics: Sequence[str] = t
                 text = with_error(key, figure)
                 bar = bar._replace(value=figure["value"], error=figure["error"] or 0.0, text=text)
             bars.append(bar)
-        panels.append(Panel(name_of(key), better(key), bars))
+        panels.append((name_of(key), better(key), bars))
     return draw_panels(panels)
 
 

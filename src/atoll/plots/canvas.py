@@ -18,29 +18,28 @@ EDGE = 24  # pixels of margin
 MOST_CHARACTERS = 2000  # of a text that is drawn: more have no room
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+font_of = ImageFont.load_default
+Pictures = Sequence[Image.Image] | NDArray[np.uint8]
 
 
 def colour_of(cluster: int) -> str:
     return COLOURS[cluster % len(COLOURS)]
 
 
-def font_of(size: int) -> Font:
-    return ImageFont.load_default(size)
+def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    """Returns a white sheet, and what draws on it."""
+    sheet = Image.new("RGB", (width, height), PAPER)
+    return sheet, ImageDraw.Draw(sheet)
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
     write_whole(path, lambda staged: picture.save(staged, "PNG"))
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
 def wrap(text: str, width: float, font: Font, most: int) -> list[str]:
     """Returns the text in at most `most` lines that fit, without accents, which the built-in font does not have."""
     plain = unicodedata.normalize("NFKD", text[:MOST_CHARACTERS])[:MOST_CHARACTERS]
-    plain = "".join(
-        char for char in plain if not unicodedata.combining(char) and (char.isprintable() or char.isspace())
-    )
+    plain = "".join(c for c in plain if not unicodedata.combining(c) and (c.isprintable() or c.isspace()))
     lines: list[str] = []
     rest = " ".join(plain.split()) or "(no text)"
     while rest and len(lines) < most - 1:
@@ -60,28 +59,24 @@ def shorten(text: str, width: float, font: Font) -> str:
 
 
 def _num_fitting(text: str, width: float, font: Font) -> int:
-    """How many characters of the text fit, at least 1: found by halving, for each length is measured as a whole."""
+    """Returns how many characters fit, at least 1: found by halving, for each length is measured as a whole."""
     return max(1, bisect_right(range(1, len(text) + 1), width, key=lambda num: font.getlength(text[:num])))
 
 
-def draw_lines(
-    draw: ImageDraw.ImageDraw, place: tuple[float, float], lines: Sequence[str], step: int, colour: str, font: Font
-) -> None:
-    """Draws lines of text one below the other, `step` pixels apart."""
-    for j, line in enumerate(lines):
-        draw.text((place[0], place[1] + step * j), line, colour, font)
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
-
-
 def whole_scale(size: int, most: int) -> int:
-    """Small images grow by a whole factor, so that their pixels stay square."""
-    return size * max(1, most // size) if size <= most else most
+    """Returns the side of an image that fits: small ones grow by a whole factor, so that their pixels stay square."""
+    return size * (most // size) if size <= most else most
 
 
 def scaled(image: Image.Image | NDArray[np.uint8], cell: int) -> Image.Image:
     """Returns a square image with `cell` pixels a side."""
-    own = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    grows = cell >= own.width and cell % own.width == 0
+    own = Image.fromarray(np.asarray(image))
+    grows = cell % own.width == 0
     return own.resize((cell, cell), Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
+
+
+def paste_grid(sheet: Image.Image, images: Pictures, left: int, top: int, cell: int, gap: int, columns: int) -> None:
+    """Pastes images row by row, `gap` pixels apart."""
+    for i, image in enumerate(images):
+        row, column = divmod(i, columns)
+        sheet.paste(scaled(image, cell), (left + column * (cell + gap), top + row * (cell + gap)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from atoll.errors import InputError, printable
-from atoll.plots.contact_sheet import save_picture
+from atoll.plots.canvas import save_picture
 from atoll.processes import stop_signals
 from atoll.training import checkpoint
 from atoll.training.batches import Batches
