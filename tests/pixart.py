@@ -1,12 +1,15 @@
 """diffusers' PixArt transformer, tiny and random, and the same weights as an Atoll expert."""
 
+from pathlib import Path
+
 import torch
 from diffusers import PixArtTransformer2DModel
 from torch import nn
 
-from atoll.convert.mapping import Ledger
+from atoll.convert.ledger import Ledger
 from atoll.convert.tables import DIFFUSERS_PIXART
 from atoll.networks.dit import DiT, DiTConfig, sincos_positions
+from atoll.networks.published import Source
 
 WIDTH, DEPTH, NUM_HEADS, SIZE, TEXT_DIM = 32, 3, 4, 8, 24
 
@@ -39,7 +42,9 @@ def make_pair() -> tuple[nn.Module, DiT]:
             out_channels=8,
         )
     )
-    ledger = Ledger(pixart.state_dict(), "PixArt")
-    ledger.apply(DIFFUSERS_PIXART.rules)
-    dit.load_state_dict({**ledger.filled, "positions": sincos_positions(WIDTH, SIZE // 2)})  # theirs are not saved
+    ledger = Ledger(Source(Path("PixArt"), pixart.state_dict(), ""))
+    ledger.apply(DIFFUSERS_PIXART.table, DEPTH)
+    kernel = ledger.weights["patch_embed.weight"]
+    ours = {"patch_embed.weight": kernel.flatten(1), "positions": sincos_positions(WIDTH, SIZE // 2)}  # not saved
+    dit.load_state_dict({**ledger.weights, **ours})
     return pixart.eval(), dit.eval()

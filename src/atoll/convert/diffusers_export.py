@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.convert.common import check_free, spacing_of
-from atoll.convert.tables import DIFFUSERS_PIXART
+from atoll.convert import check_out
+from atoll.convert.ledger import spacing_of
+from atoll.convert.tables import DIFFUSERS_PIXART, expand
 from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT
 from atoll.networks.stored import CONFIG
-from atoll.storage import read_json, write_json, write_whole
+from atoll.storage import write_json, write_whole
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ABOUT = "atoll.json"
@@ -23,55 +24,45 @@ def export(expert: str | Path, out: str | Path) -> list[str]:
     """Writes the folder; returns what to print."""
     if not Path(expert).is_dir():
         raise InputError(f"{expert} is not a folder: give that of an expert")
-    check_free(Path(out), {WEIGHTS, ABOUT, CONFIG}, ABOUT)
-    if read_json(Path(expert) / CONFIG, "give the folder of an expert").get("model") != DiT.__name__:
-        raise InputError(f"{expert} is no expert of Atoll's: only these are exported")
+    check_out(out, (WEIGHTS, CONFIG, ABOUT))
     network = DiT.from_pretrained(expert, dtype=torch.float32)
-    spacing = check_expressible(network, str(expert))
+    config = diffusers_config(network, str(expert))
     folder, card = Path(out), network.card
     weights = {name: value.clone() for name, value in translate(network).items()}
     write_whole(folder / WEIGHTS, lambda staged: save_file(weights, staged, metadata={"format": "pt"}))
+    time = f"{network.config.time_scale:g} t"
     about = {
         "made_by": "atoll convert --to diffusers",
         "objective": card.get("objective"),
-        "time": f"timestep = {network.config.time_scale:g} t, t from 0 (data) to 1 (noise)",
+        "time": f"timestep = {time}, t from 0 (data) to 1 (noise)",
         **{key: card[key] for key in ("license", "latent_space", "text_encoder", "init", "data") if key in card},
     }
     write_json(folder / ABOUT, about)
-    write_json(folder / CONFIG, _config(network, spacing))
+    write_json(folder / CONFIG, config)
     objective = card["objective"] if isinstance(card.get("objective"), Mapping) else {}
     what = f"{objective.get('prediction', 'unknown')} on the schedule {objective.get('schedule', 'unknown')}"
-    time = f"timestep {network.config.time_scale:g} t"
     return [
-        f"{out}: PixArtTransformer2DModel, predicts {printable(what, 100)}, for {time} (see {ABOUT})",
+        f"{out}: PixArtTransformer2DModel, predicts {printable(what, 100)}, for timestep {time} (see {ABOUT})",
         f"licence: {printable(str(card.get('license', 'unknown')), 300)}",
         f'next: PixArtTransformer2DModel.from_pretrained("{out}") in Python',
     ]
 
 
-def check_expressible(network: DiT, name: str) -> float:
-    """Returns one over how far apart its places are; refuses what PixArtTransformer2DModel cannot express."""
+def diffusers_config(network: DiT, name: str) -> dict[str, Any]:
+    """Returns the arguments of PixArtTransformer2DModel; refuses what it cannot express."""
     config = network.config
+    step = spacing_of(network.positions.detach().float(), within=2e-5)
     faults = {
         "per-block modulation": config.adaln == "block",
         "no text": config.text_dim is None,
-        "a norm before cross-attention": config.cross_attention_norm and config.text_dim is not None,
+        "a norm before cross-attention": config.cross_attention_norm,
         "waves of the time in another spacing": config.frequency_shift != 0,
         "MLPs that are not 4 times as wide as it": config.mlp_ratio != 4,
+        "positions that it has learned": step is None,
     }
-    for fault, has in faults.items():
-        if has:
-            raise InputError(
-                f"{name} has {fault}, which diffusers' PixArtTransformer2DModel does not: it stays as it is"
-            )
-    step = spacing_of(network.positions.detach().float(), within=2e-5)
-    if step is not None:
-        return 1 / step
-    raise InputError(f"{name} has learned its positions, and PixArtTransformer2DModel's are fixed: use it in Atoll")
-
-
-def _config(network: DiT, spacing: float) -> dict[str, Any]:
-    config = network.config
+    for fault in (fault for fault, has in faults.items() if has):
+        raise InputError(f"{name} has {fault}, which diffusers' PixArtTransformer2DModel does not: it stays as it is")
+    assert step is not None
     mlp_text = config.text_projection == "mlp"
     return {
         "_class_name": "PixArtTransformer2DModel",
@@ -87,7 +78,7 @@ def _config(network: DiT, spacing: float) -> dict[str, Any]:
         "norm_type": "ada_norm_single",
         "norm_elementwise_affine": False,
         "norm_eps": 1e-6,
-        "interpolation_scale": spacing,
+        "interpolation_scale": 1 / step,
         "use_additional_conditions": False,
     }
 
@@ -98,17 +89,15 @@ def translate(network: DiT) -> dict[str, Tensor]:
     theirs: dict[str, Tensor] = {}
     del ours["positions"]
     ours["patch_embed.weight"] = ours["patch_embed.weight"].unflatten(1, (config.in_channels, *[config.patch_size] * 2))
+    table = dict(DIFFUSERS_PIXART.table)
     if config.text_projection == "linear":
+        del table["text_embed.0"], table["text_embed.2"]
         weight, bias = ours.pop("text_embed.weight").double(), ours.pop("text_embed.bias").double()
-        for i in range(config.depth):
-            name = f"blocks.{i}.cross.kv"
+        for name in (f"blocks.{i}.cross.kv" for i in range(config.depth)):
             after = ours[f"{name}.weight"].double()
             ours[f"{name}.bias"] = (ours[f"{name}.bias"].double() + after @ bias).float()
             ours[f"{name}.weight"] = (after @ weight).float()
-    for rule in DIFFUSERS_PIXART.rules:
-        for target, keys in rule.at(config.depth):
-            if target.startswith("text_embed") and config.text_projection == "linear":
-                continue
-            theirs |= zip(keys, ours.pop(target).chunk(len(keys)), strict=True)
+    for target, keys in expand(table, config.depth):
+        theirs |= zip(keys, ours.pop(target).chunk(len(keys)), strict=True)
     assert not ours, sorted(ours)
     return theirs

@@ -11,18 +11,17 @@ can follow the last scale and serve the shift as well. docs/convert.md has the f
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atoll.convert.mapping import Layer
-from atoll.errors import InputError, unknown
+from atoll.convert.ledger import Layer
+from atoll.errors import InputError
 from atoll.networks.dit import frequencies
 
-FITS = ("curve", "mean", "point")
 NUM_TIMES = 500
 LARGEST = 4.0  # of the factors, and one over the smallest
 ROUNDS = 6
@@ -34,8 +33,7 @@ SCALES = (1, 4)
 PIXART_TIME = 500 / 999  # where PixArt-alpha matches the modulation of the DiT it starts from
 
 
-@dataclass(frozen=True, eq=False)
-class TimeMLP:
+class TimeMLP(NamedTuple):
     """t -> c(t), of which the class's embedding is a part: in the last bias."""
 
     first: Layer
@@ -52,13 +50,10 @@ class TimeMLP:
         return self.second(self.hidden(t))
 
     def same_as(self, other: "TimeMLP") -> bool:
-        return self is other or all(
-            torch.equal(a, b) for a, b in zip((*self.first, *self.second), (*other.first, *other.second), strict=True)
-        )
+        return all(map(torch.equal, (*self.first, *self.second), (*other.first, *other.second)))
 
 
-@dataclass(frozen=True, eq=False)
-class Single:
+class Single(NamedTuple):
     """AdaLN-Single: what takes the place of the blocks' maps, and how far it is from them."""
 
     second: Layer  # of the time's MLP
@@ -66,20 +61,15 @@ class Single:
     tables: Tensor  # [blocks, 6, d]
     out: Tensor  # [2, d]
     factors: Tensor  # [blocks, 4, d]: of GROUPS
-    residual: tuple[float, ...]  # a block: of the modulation, relative to it
-    varying: tuple[float, ...]  # the same, relative to what varies in time
+    residual: list[float]  # by block: of the modulation, relative to it
     out_residual: float
 
 
-def fit_single(
-    times: Sequence[TimeMLP], maps: Callable[[int], Layer], last: Layer, out: Tensor, how: str = "curve"
-) -> Single:
+def fit_single(times: Sequence[TimeMLP], maps: Sequence[Layer], last: Layer, out: Tensor, how: str = "curve") -> Single:
     """Fits each block's time MLP and map and the output's map, which the output layer's weight[p p C, d] sees.
 
     `how`: "curve" as above, "mean" without factors, "point" equal to the source at t = 500/999, as PixArt-alpha began.
     """
-    if how not in FITS:
-        raise unknown("fit", how, FITS)
     t = torch.linspace(0, 1, NUM_TIMES, dtype=torch.float64)
     point = int(torch.argmin((t - PIXART_TIME).abs()))
     if how == "point":
@@ -90,7 +80,7 @@ def fit_single(
         return curve[point].clone() if how == "point" else curve.mean(0)
 
     depth, width = len(times), len(times[0].second.bias)
-    curves = torch.stack([maps(b)(F.silu(times[b](t))) for b in range(depth)])
+    curves = torch.stack([layer(F.silu(mlp(t))) for mlp, layer in zip(times, maps, strict=True)])
     curves = curves.unflatten(2, (6, width))  # [blocks, T, 6, d]
     curves[:, :, SCALES] += 1  # what is multiplied is 1 + scale
     levels = torch.stack([centre(curve) for curve in curves])  # [blocks, 6, d]
@@ -113,17 +103,15 @@ def fit_single(
     layer = fit_linear(F.silu(tau), shared.flatten(1))
     ours = layer(F.silu(tau)).unflatten(1, (6, width))
     tables = levels / wide - centre(ours)
-    residual, varying = [], []
+    residual = []
     for b in range(depth):
         off = wide[b] * (ours - centre(ours)) - curves[b]
         whole = curves[b] + levels[b]
         whole[:, SCALES] -= 1
-        residual.append(_ratio(off, whole))
-        varying.append(_ratio(off, curves[b] - curves[b].mean(0)))
+        residual.append(math.sqrt(float((off**2).mean() / (whole**2).mean().clamp_min(1e-30))))
     tables[:, SCALES] -= 1
     end = centre(two) - centre(tau)  # [2, d]
-    off_end = _seen_at_output(tau[:, None] + end, two, out)
-    return Single(second, layer, tables, end, factors, tuple(residual), tuple(varying), off_end)
+    return Single(second, layer, tables, end, factors, residual, _seen_at_output(tau[:, None] + end, two, out))
 
 
 def best_factors(curves: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +183,3 @@ def _seen_at_output(ours: Tensor, theirs: Tensor, out: Tensor) -> float:
 
     one = torch.tensor([0.0, 1.0], dtype=ours.dtype)[:, None]
     return math.sqrt(float(square(ours - theirs) / square(theirs + one).clamp_min(1e-30)))
-
-
-def _ratio(off: Tensor, whole: Tensor) -> float:
-    return math.sqrt(float((off**2).mean() / (whole**2).mean().clamp_min(1e-30)))

@@ -1,9 +1,8 @@
 """Paris: expert folders, whose architecture ours is, and its router. The key names are those that a public port reads;
 its layer norms are taken to have our epsilon, and the router's head to be linear, GELU, norm, GELU, linear."""
 
-from atoll.convert.common import Converted, Options, Sizes, build_network, keep_channels
-from atoll.convert.mapping import Ledger
-from atoll.convert.tables import Format
+from atoll.convert.ledger import Converted, Options, start
+from atoll.convert.tables import PARIS_ROUTER, Format
 from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError, shown
 from atoll.networks.dit import DiT, DiTConfig
@@ -14,50 +13,45 @@ LICENSE = "mit"
 OBJECTIVES = {"flow_matching": "fm", "flow": "fm", "fm": "fm", "velocity": "fm", "ddpm": "ddpm", "epsilon": "ddpm"}
 
 
-def convert_expert(source: Source, options: Options, format: Format) -> Converted:
-    ledger, sizes = _read(source, options, format)
-    keep_channels(ledger, sizes)
-    text_dim = ledger.filled["text_embed.weight"].shape[-1]
-    if options.text_dim not in (None, text_dim):
-        raise InputError(
-            f"{source.path} reads text {text_dim} wide, not {options.text_dim}: its text encoder cannot be changed"
-        )
-    network = build_network(DiT, sizes.config(DiTConfig, text_dim=text_dim), ledger)
-    objective, note = _objective(source, options)
-    return Converted(network, source, format.name, LICENSE, ledger, objective, (note,))
-
-
-def convert_router(source: Source, options: Options, format: Format) -> Converted:
-    ledger, sizes = _read(source, options, format)
-    num = len(ledger.filled["head.4.weight"])
-    config = sizes.config(RouterConfig, adaln="block", head="mlp", num_experts=num)
-    note = "what lies between the layers of its head is taken from a port, and not verified"
-    return Converted(build_network(Router, config, ledger), source, format.name, LICENSE, ledger, notes=(note,))
-
-
-def _read(source: Source, options: Options, format: Format) -> tuple[Ledger, Sizes]:
-    ledger = Ledger(source.weights, str(source.path))
-    sizes = Sizes.of(source, options, ledger, ledger.apply(format.rules), size_key="image_size", heads_key="num_heads")
+def convert_paris(source: Source, options: Options, format: Format) -> Converted:
+    ledger, sizes = start(source, options, format)
     if sizes.resized:
         raise InputError(
             f"{source.path} has learned its positions, for latents {sizes.source_size} a side: they cannot be "
             f"{sizes.trunk.input_size}"
         )
-    return ledger, sizes
+    weights = ledger.weights
+    weights["positions"] = weights["positions"].flatten(0, -2)
+    if format is PARIS_ROUTER:
+        weights["class_token"] = weights["class_token"].flatten()
+        num = weights["head.4.weight"].shape[0]
+        router = ledger.build(Router, sizes.config(RouterConfig, adaln="block", head="mlp", num_experts=num))
+        note = "what lies between the layers of its head is taken from a port, and not verified"
+        return Converted(router, ledger, format.name, LICENSE, notes=(note,))
+    text_dim = weights["text_embed.weight"].shape[-1]
+    if options.text_dim not in (None, text_dim):
+        raise InputError(
+            f"{source.path} reads text {text_dim} wide, not {options.text_dim}: its text encoder cannot be changed"
+        )
+    for cross in (f"blocks.{i}.cross" for i in range(sizes.trunk.depth)):
+        for part in ("weight", "bias"):  # nn.MultiheadAttention has queries, keys and values in one
+            q, k_v = weights.pop(f"{cross}.qkv.{part}").tensor_split([sizes.trunk.hidden_size])
+            weights |= {f"{cross}.q.{part}": q, f"{cross}.kv.{part}": k_v}
+    network = ledger.build(DiT, sizes.config(DiTConfig, text_dim=text_dim))
+    objective, note = _objective(source, options)
+    return Converted(network, ledger, format.name, LICENSE, objective, (note,))
 
 
 def _objective(source: Source, options: Options) -> tuple[Objective, str]:
     """Returns the objective and a note: as asked for, as its config says, or flow matching, as it is sampled."""
     if options.objective is not None:
         return get_objective(options.objective), f"objective {options.objective}, as asked for"
-    for key in ("objective", "training_objective", "prediction_type", "objective_type"):
-        value = source.config.get(key)
-        if value is None:
-            continue
-        name = OBJECTIVES.get(value.lower().replace("-", "_")) if isinstance(value, str) else None
-        if name is None:
-            raise InputError(
-                f"{key} in the config of {source.path} is {shown(value)}, which is not known: give --objective"
-            )
-        return get_objective(name), f"objective {name}, as {key} in its config says"
-    return get_objective("fm"), "its config names no objective: taken as flow matching, else give --objective ddpm"
+    keys = ("objective", "training_objective", "prediction_type", "objective_type")
+    key = next((key for key in keys if source.config.get(key) is not None), None)
+    if key is None:
+        return get_objective("fm"), "its config names no objective: taken as flow matching, else give --objective ddpm"
+    value = source.config[key]
+    name = OBJECTIVES.get(value.lower().replace("-", "_")) if isinstance(value, str) else None
+    if name is None:
+        raise InputError(f"{key} in the config of {source.path} is {shown(value)}, not a known one: give --objective")
+    return get_objective(name), f"objective {name}, as {key} in its config says"

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from atoll.convert import convert, save
-from atoll.convert.common import Options
+from atoll.convert.ledger import Options
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError

@@ -83,7 +83,7 @@ def _convert_for(
 def _next_step(converted: Converted, out: Path, data: Path | None) -> str:
     if converted.objective is None:
         return f"atoll assemble EXPERT ... --router {out} --data DATA --out MODEL"
-    starts = any(name.startswith("text_embed") for name in converted.ledger.started)  # its text means nothing yet
+    starts = any(name.startswith("text_embed") for name in converted.ledger.initialised)  # its text means nothing yet
     if data is not None and not starts:
         return f"atoll assemble {out} ... --data {data} --out MODEL"
     if converted.options.as_is:

@@ -1,0 +1,262 @@
+"""One conversion: a table of keys applied to a checkpoint, with sizes that are read off its weights."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from atoll.convert.tables import Format, Table, expand
+from atoll.diffusion.objective import Objective, get_objective
+from atoll.errors import InputError, printable
+from atoll.networks.dit import DiT, TrunkConfig, sincos_positions
+from atoll.networks.published import Source
+from atoll.networks.router import Router
+
+KNOWN_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published sizes S, B, L and XL
+Network = TypeVar("Network", DiT, Router)
+Config = TypeVar("Config", bound=TrunkConfig)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert, where there is a choice."""
+
+    label: int | None = None  # the class of a class-conditional source; None: no class
+    as_is: bool = False  # DiT and SiT: per-block modulation and no text, exactly the source
+    text_dim: int | None = None  # None: as the source reads, 768 if it reads none
+    input_size: int | None = None  # of the latents; None: the source's
+    num_heads: int | None = None  # None: as the source says, or by its width
+    kind: str | None = None  # dit or sit, whose keys are the same
+    fit: str = "curve"
+    objective: str | None = None  # None: the source's own
+    license: str | None = None  # None: the published one's
+    seed: int = 0  # of what has no counterpart in the source
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed must be from 0 to 2**63 - 1, but is {self.seed}")
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Returns what was not left at its default."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(Options, name)}
+
+    def objective_or(self, default: Objective) -> Objective:
+        return default if self.objective is None else get_objective(self.objective)
+
+
+class Layer(NamedTuple):
+    """A linear layer's weights."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass
+class Ledger:
+    """The weights of the network to be, and what became of those of the source. `build` refuses any left over."""
+
+    source: Source
+    weights: dict[str, Tensor] = field(default_factory=dict)  # of the network
+    consumed: set[str] = field(default_factory=set)  # keys of the source
+    dropped: dict[str, str] = field(default_factory=dict)  # key of the source: why
+    initialised: dict[str, str] = field(default_factory=dict)  # key of the network: how
+
+    def take(self, key: str) -> Tensor:
+        """Returns a weight of the source in single precision."""
+        if key not in self.source.weights:
+            raise InputError(
+                f"{self.source.path} lacks {key}: it is of another architecture, or not all of it is there"
+            )
+        self.consumed.add(key)
+        return self.source.weights[key].float()
+
+    def apply(self, table: Table, depth: int = 1) -> None:
+        """Copies what the table names, in all blocks."""
+        for target, keys in expand(table, depth):
+            parts = [self.take(key) for key in keys]
+            self.weights[target] = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pop_layer(self, name: str) -> Layer:
+        """Returns a layer and takes it out again."""
+        layer = Layer(self.weights.pop(f"{name}.weight"), self.weights.pop(f"{name}.bias"))
+        if layer.weight.dim() != 2 or layer.bias.shape != layer.weight.shape[:1]:
+            raise ValueError(f"{name} has a weight {list(layer.weight.shape)} and a bias {list(layer.bias.shape)}")
+        return layer
+
+    def put_layer(self, name: str, layer: Layer) -> None:
+        self.weights |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
+
+    def build(self, kind: type[Network], config: Any, seed: int = 0) -> Network:
+        """Returns the network, if every key on both sides is accounted for and every shape is right.
+
+        What the source does not have of the text begins as in a new network (Eq. 19): silent, if nothing is there.
+        """
+        left = sorted(self.source.weights.keys() - self.consumed - self.dropped.keys())
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise InputError(
+                f"{self.source.path} has {printable(left[0], 100)}{more}, which this architecture does not know: "
+                "it is another"
+            )
+        with torch.device("meta"):
+            network = kind(config)
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in network.state_dict().items():
+            if name not in self.weights and ("text_embed" in name or ".cross." in name):
+                how, self.weights[name] = _new_weight(name, weight.shape, generator)
+                self.initialised[name] = how
+        network.load_state_dict({name: weight.contiguous() for name, weight in self.weights.items()}, assign=True)
+        return network.eval()
+
+
+def _new_weight(name: str, shape: torch.Size, generator: torch.Generator) -> tuple[str, Tensor]:
+    if name.endswith("bias") or name.endswith("cross.out.weight"):
+        return "zero", torch.zeros(shape)
+    if name.startswith("text_embed"):
+        return "N(0, 0.02)", 0.02 * torch.randn(shape, generator=generator)
+    bound = math.sqrt(6 / sum(shape))
+    return "uniform (Xavier)", bound * (2 * torch.rand(shape, generator=generator) - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Converted:
+    """A network made of a checkpoint, and everything that is known of where it came from."""
+
+    network: DiT | Router
+    ledger: Ledger
+    format: str
+    license: str
+    objective: Objective | None = None  # None: a router
+    notes: Sequence[str] = ()
+    residual: Mapping[str, Any] | None = None  # of the modulation, where it was fitted
+    label: int | None = None
+    options: Options = Options()
+
+    @property
+    def init(self) -> dict[str, Any]:
+        """Returns what travels with every expert that starts from it."""
+        source = self.ledger.source
+        origin = {"source": source.path.name, "sha256": source.sha256, "format": self.format}
+        return origin if self.label is None else {**origin, "label": self.label}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.network.parameters())
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Returns the content of conversion.json."""
+        objective, ledger = self.objective, self.ledger
+        return {
+            **self.init,
+            "license": self.license,
+            "asked_for": self.options.chosen,
+            "weights_under": ledger.source.wrapper,
+            "objective": objective and {"prediction": str(objective.prediction), "schedule": objective.schedule},
+            "parameters": self.num_parameters,
+            "notes": list(self.notes),
+            "modulation": self.residual,
+            "consumed": sorted(ledger.consumed - ledger.dropped.keys()),
+            "dropped": ledger.dropped,
+            "initialised": ledger.initialised,
+        }
+
+
+# --- sizes and positions ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    trunk: TrunkConfig  # without text
+    source_size: int  # of the latents that the source was trained on
+    out_channels: int  # with those of a learned sigma
+
+    @property
+    def resized(self) -> bool:
+        return self.trunk.input_size != self.source_size
+
+    def config(self, kind: type[Config], **changes: Any) -> Config:
+        return kind(**{**asdict(self.trunk), **changes})
+
+
+def start(source: Source, options: Options, format: Format) -> tuple[Ledger, Sizes]:
+    """Applies the format's table; reads the sizes off the weights, and what these do not tell off the config."""
+    ledger, config = Ledger(source), source.config
+    depth = next(i for i in count(1) if format.marks[1].replace(".0.", f".{i}.") not in source.weights)
+    ledger.apply(format.table, depth)
+    kernel = ledger.weights["patch_embed.weight"]
+    if kernel.dim() != 4 or kernel.shape[2] != kernel.shape[3] or not kernel.numel():
+        raise ValueError(f"its patches have shape {list(kernel.shape)}")
+    width, channels, patch, _ = kernel.shape
+    ledger.weights["patch_embed.weight"] = kernel.flatten(1)  # [d, C p p]: a convolution as a linear layer
+    heads = _first(
+        options.num_heads, config.get("num_attention_heads"), config.get("num_heads"), KNOWN_HEADS.get(width)
+    )
+    if heads is None:
+        raise InputError(f"{source.path} is {width} wide and does not say how many heads it has: give --heads")
+    size = _first(config.get("sample_size"), config.get("image_size"), options.input_size)
+    if "pos_embed" in source.weights:
+        size = patch * math.isqrt(source.weights["pos_embed"].shape[-2])
+    if type(size) is not int or size < 1:
+        raise InputError(f"{source.path} does not say the size of its latents: give --size, 32 for 256 pixels")
+    ratio = ledger.weights["blocks.0.mlp.0.weight"].shape[0] / width
+    trunk = TrunkConfig(_first(options.input_size, size), channels, patch, width, depth, heads, ratio, text_dim=None)
+    out_channels = channels
+    if "out.weight" in ledger.weights:  # keep the rows that make the prediction; those of a learned sigma come after
+        for target in ("out.weight", "out.bias"):
+            grid = ledger.weights[target].unflatten(0, (patch**2, -1))
+            ledger.weights[target], out_channels = grid[:, :channels].flatten(0, 1), grid.shape[1]
+    return ledger, Sizes(trunk, size, out_channels)
+
+
+def _first(*values: Any) -> Any:
+    """Returns the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def take_positions(ledger: Ledger, sizes: Sizes, step: float | None = None) -> None:
+    """Puts in the sines and cosines: the file's, or where it has none of this size, computed `step` apart."""
+    trunk, positions = sizes.trunk, ledger.source.weights.get("pos_embed")
+    if positions is not None and not sizes.resized:
+        ledger.weights["positions"] = ledger.take("pos_embed").flatten(0, -2)
+        return
+    if positions is not None:
+        ledger.dropped["pos_embed"] = f"it is of latents {sizes.source_size} a side, not {trunk.input_size}"
+    apart = "" if step is None else f", {step:g} apart"
+    values = sincos_positions(trunk.hidden_size, trunk.input_size // trunk.patch_size, _first(step, 1.0))
+    ledger.weights["positions"], ledger.initialised["positions"] = values, f"sines and cosines{apart}"
+
+
+def spacing_of(positions: Tensor, within: float = 0.01) -> float | None:
+    """Returns how far apart the places are whose sines and cosines positions[N, d] are; None if they are no such.
+
+    The angle between neighbours is the spacing times a frequency. That of a slow wave tells it roughly and without
+    doubt; that of the fastest wave, and then of the places farthest apart, tell it exactly, up to whole turns.
+    """
+    num, width = positions.shape
+    side, quarter = math.isqrt(num), width // 4
+    if side**2 != num or width % 4 or not width:
+        return None
+    waves = positions[:side, : 2 * quarter].double()  # those of the columns, along the first row
+    turned = torch.complex(waves[:, quarter:], waves[:, :quarter])
+    step = 0.0 if side > 1 else 1.0
+    slow = min(quarter // 4, quarter - 1)  # a tenth as fast as the fastest
+    for far, wave in ((1, slow), (1, 0), (side - 1, 0)) if side > 1 else ():
+        pace = far / 10_000 ** (wave / quarter)
+        angle = float(torch.angle((turned[far:, wave] * turned[:-far, wave].conj()).mean()))
+        step = (angle + 2 * math.pi * round((step * pace - angle) / (2 * math.pi))) / pace
+    rounded = torch.finfo(positions.dtype).eps  # half precision blurs what is a simple fraction
+    whole = float(Fraction(step).limit_denominator(16))
+    step = whole if abs(whole - step) < 4 * rounded / side else step
+    same = step > 0 and torch.allclose(positions.float(), sincos_positions(width, side, step), rtol=0, atol=within)
+    return step if same else None
