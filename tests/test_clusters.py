@@ -50,10 +50,10 @@ def refused(capsys, *arguments: object) -> str:
 def rows_by_key(folder: Path) -> dict[str, list[bytes]]:
     data = Dataset.open(folder)
     columns = [data.column(name)[:] for name in COLUMNS]
-    texts = [data.texts(name) for name in ("caption", "label")]
+    texts = [data.strings(name) for name in ("caption", "label")]
     return {
         key: [*(column[i].tobytes() for column in columns), *(text[i].encode() for text in texts)]
-        for i, key in enumerate(data.texts("key"))
+        for i, key in enumerate(data.strings("key"))
     }
 
 
@@ -87,7 +87,7 @@ class TestPartition:
         shutil.copy(data / "dataset.json", own)
         shutil.copytree(data / "clusters" / "01", own / "clusters" / "01")
         mine = Dataset.open(own, 1)
-        assert mine.texts("caption") == Dataset.open(data, 1).texts("caption")
+        assert mine.strings("caption") == Dataset.open(data, 1).strings("caption")
         np.testing.assert_array_equal(mine.column("latents")[:], Dataset.open(data, 1).column("latents")[:])
         shutil.copytree(data / "vae", own / "vae")
         run("inspect", own)
@@ -159,14 +159,14 @@ class TestAssign:
         shutil.copytree(prepared, tmp_path / "more")
         run("assign", tmp_path / "more", "--to", data / "clusters")
         for k in range(4):
-            assert Dataset.open(tmp_path / "more", k).texts("key") == Dataset.open(data, k).texts("key")
+            assert Dataset.open(tmp_path / "more", k).strings("key") == Dataset.open(data, k).strings("key")
 
     def test_other_latents_are_refused(self, data, tmp_path, capsys):
         """Each pca is fitted to its own pictures: to share clusters, take the codec that is there."""
         run("partition", data, "--experts", 2)
         more = ("prepare", "avatars", "--num", 100, "--seed", 5, "--size", 16, "--workers", 0, "--out")
         run(*more, tmp_path / "own")
-        assert "prepared with another codec" in refused(capsys, "assign", tmp_path / "own", "--to", data / "clusters")
+        assert "its codec (pca:4x" in refused(capsys, "assign", tmp_path / "own", "--to", data / "clusters")
         run(*more, tmp_path / "same", "--codec", f"saved:{data}")
         run("assign", tmp_path / "same", "--to", data / "clusters")
         assert len(Dataset.open(tmp_path / "same")) == 100
@@ -187,6 +187,7 @@ class TestAssign:
             ("metric", ["x"]),
             ("metric", "\x1b[2J"),
             ("fine", {}),
+            ("num_clusters", "many"),
         ],
     )
     def test_a_partition_of_anyone(self, key, value, data, prepared, tmp_path, capsys):
@@ -194,9 +195,6 @@ class TestAssign:
         path = data / "clusters" / "partition.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
         shutil.copytree(prepared, tmp_path / "more")
-        if key == "fine":  # says how it was made, and is used for nothing
-            run("assign", tmp_path / "more", "--to", data / "clusters")
-            return
         message = refused(capsys, "assign", tmp_path / "more", "--to", data / "clusters")
         assert "\x1b" not in message
 
@@ -249,8 +247,9 @@ class TestCommandLine:
         )
         assert "give a folder that `atoll prepare` has made" in refused(capsys, "partition", tmp_path, "--experts", 2)
         assert "No such file or directory" in refused(capsys, "partition", tmp_path / "nowhere", "--experts", 2)
-        assert "at least 1, but is 0" in refused(capsys, "partition", data, "--experts", 0)
+        assert "cannot make 0 clusters" in refused(capsys, "partition", data, "--experts", 0)
         assert "301" in refused(capsys, "partition", data, "--experts", 301)
+        assert "did you mean 'cosine'" in refused(capsys, "partition", data, "--experts", 2, "--metric", "cosin")
         assert "unknown method 'means'" in refused(capsys, "partition", data, "--experts", 2, "--method", "means")
         assert "leave --balance out" in refused(
             capsys, "partition", data, "--experts", 2, "--method", "random", "--balance", 1.5

@@ -19,7 +19,7 @@ from atoll.errors import InputError, shown
 from atoll.storage import check_size, digest_of, known_digest, read_json, reason_of, write_json
 from atoll.tensors import TensorFile
 
-INDEX, CONFIG, DATASET = "model_index.json", "config.json", "dataset.json"
+INDEX, CONFIG, DATASET, PARTITION = "model_index.json", "config.json", "dataset.json", "partition.json"
 FORMAT, CLASS = 1, "AtollPipeline"
 NETWORK = ("format", "model", "architecture", "sha256")  # what config.json says of the network alone
 AGAIN = "copy it again from its source"
@@ -92,32 +92,36 @@ def _fault(error: ValidationError) -> str:
     return f"is damaged, its {key} must be {expected}, but is {shown(first['input'])}"
 
 
-class EncoderCard(Card):
-    """A frozen network around the model. The fingerprint and the dtype decide whether two are the same."""
-
+class CodecCard(Card):
     spec: str
+    kind: str | None = Field(None, alias="class")  # of a VAE
     dtype: str
-    fingerprint: str
-
-
-class CodecCard(EncoderCard):
     channels: Size
     factor: Size
     explained_variance: Number | None = None  # of pca
-    kind: str | None = Field(None, alias="class")  # of a VAE, and so are the next two
-    shift: list[Number] | None = None
+    shift: list[Number] | None = None  # of a VAE, and so is the next
     scale: list[Number] | None = None
+    fingerprint: str
 
 
-class TextEncoderCard(EncoderCard):
+class TextEncoderCard(Card):
+    spec: str
+    dtype: str
     dim: Size
     max_length: Size
     hide_padding: bool | None = None  # of CLIP
+    fingerprint: str
 
 
-class FeaturesCard(EncoderCard):
+class FeaturesCard(Card):
+    spec: str
+    dtype: str
     dim: Size
     transform: str
+    fingerprint: str
+
+
+EncoderCard = CodecCard | TextEncoderCard | FeaturesCard  # of the frozen networks around the model
 
 
 class LatentSpace(Card):
@@ -204,6 +208,36 @@ class DatasetCard(BegunDatasetCard):
         if values.get("complete") is not True:
             raise InputError(f"{folder} is not finished: rerun the same `atoll prepare` command to resume")
         return cls.parse(values, str(folder / DATASET))
+
+
+class PartitionCard(Card):
+    """What partition.json says: how a data set was cut into clusters, how well, and what it was prepared with."""
+
+    format: int = FORMAT
+    method: str
+    seed: int
+    metric: str | None = None  # of k-means, and so are the next two
+    fine: int | None = None
+    cap: Number | None = None
+    num_clusters: Annotated[int, Field(ge=1, le=65536)]
+    sizes: list[Count]
+    share_of_largest: Number
+    balance: Number  # the largest size over the mean size
+    mean_distance: list[Number]
+    inertia: Number
+    silhouette: Number | None
+    latent_shape: Annotated[list[Size], Len(3, 3)]  # [C, S, S]
+    features: FeaturesCard
+    codec: CodecCard
+    text: TextEncoderCard
+
+    @classmethod
+    def read(cls, folder: Path) -> "PartitionCard":
+        path = folder / PARTITION
+        return cls.parse(read_json(path, "give the clusters folder of a partitioned data set"), str(path))
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / PARTITION, {"format": self.format, **self.values()})
 
 
 class DataCard(Card):
@@ -324,28 +358,20 @@ class ModelIndex(Card):
 
     # --- the files ------------------------------------------------------------------------------------------------
 
-    def check_card(self, folder: Path, part: str) -> None:
-        """Refuse a part whose config.json is not the one that was assembled, before any of its weights are read."""
-        if file_digest(folder / part / CONFIG, folder) != self.files.get(f"{part}/{CONFIG}"):
-            raise InputError(f"{folder / part} is not the one the model was assembled with: assemble the model again")
-
-    def check_files(self, folder: Path, *parts: str) -> None:
-        """Refuse a part of which any file is not the one that was assembled; each is hashed once and remembered."""
+    def check_files(self, folder: Path, *names: str, digest: Callable[[Path, Path], str] = known_digest) -> None:
+        """Refuses files, or parts with any file, that are not as assembled; each is hashed once and remembered."""
         for name, expected in self.files.items():
-            if name.partition("/")[0] not in parts:
+            if name not in names and name.partition("/")[0] not in names:
                 continue
             if name.endswith(".safetensors"):  # one that claims more than there is memory for is not hashed
                 TensorFile(folder / name, AGAIN, folder).close()
-            if file_digest(folder / name, folder, known_digest) != expected:
+            if file_digest(folder / name, folder, digest) != expected:
                 raise InputError(f"{folder / name} is not the file that the model was made of: {AGAIN}")
 
-    def verify(self, folder: str | Path) -> None:
-        """Read every file, and name the first that is not what it was; parts that are missing altogether may be."""
-        folder = Path(folder)
-        for name, expected in self.files.items():
-            path = folder / name
-            if path.parent.is_dir() and (not path.is_file() or file_digest(path, folder) != expected):
-                raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
+    def verify(self, folder: Path) -> None:
+        """Reads every file again, and refuses the first that is not as assembled; whole parts may be missing."""
+        parts = {name.partition("/")[0] for name in self.files}
+        self.check_files(folder, *(part for part in parts if (folder / part).is_dir()), digest=digest_of)
 
 
 def hash_of(value: Any) -> str:
