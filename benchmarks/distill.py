@@ -32,11 +32,13 @@ import torch
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
-from atoll.experiments.evaluate import Contender, Evaluation, Sampling
+from atoll.experiments.evaluate import Contender, Evaluation
+from atoll.experiments.figures import name_of, over_seeds
 from atoll.experiments.graph import Graph, ModelNode, PartNode
 from atoll.experiments.measure import MetricSettings
-from atoll.experiments.tables import name_of, over_seeds, with_error
+from atoll.experiments.tables import with_error
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.sampling.settings import Sampling
 from atoll.storage import read_json, write_json, write_whole
 from atoll.training.settings import DistillSettings, ExpertSettings
 
@@ -129,7 +131,7 @@ class Comparison:
             entry: AtollPipeline.from_pretrained(self.model_of(entry, 0), device=self.args.device)
             for entry in self.entries
         }
-        prompts = Dataset.open(self.args.data).texts("caption", range(AT_A_TIME))
+        prompts = Dataset.open(self.args.data).strings("caption", range(AT_A_TIME))
         seconds = {entry.name: [] for entry in self.entries}
         for turn in tqdm(range(self.args.rounds + 1), desc="clock", unit=" rounds"):
             for entry, pipe in pipes.items():

@@ -33,8 +33,8 @@ from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
 from atoll.encoders.codecs import load_codec, pictures_of
 from atoll.encoders.features import make_features
 from atoll.encoders.text import load_text_encoder
-from atoll.experiments.judge import are_right
 from atoll.metrics.frechet import Moments, frechet_distance
+from atoll.metrics.labels import are_right
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
 from atoll.plots.canvas import COLOURS, save_picture
@@ -62,7 +62,7 @@ class Judge:
         self.data = Dataset.open(data)
         self.text, self.codec, self.features = load_text_encoder(data), load_codec(data), make_features("simple")
         rows = np.sort(np.random.default_rng(seed).choice(len(self.data), num, replace=False))
-        self.captions = self.data.texts("caption", rows)
+        self.captions = self.data.strings("caption", rows)
         self.seeds = [seed * num + i for i in range(num)]
         latents = torch.from_numpy(self.data.column("latents")[:]).float()
         self.reference = Moments.of(np.concatenate([self._features(part) for part in latents.split(500)]))

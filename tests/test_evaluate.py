@@ -10,15 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_sample_images
 
 from atoll.cards import ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import Settings as PrepareSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.data.view import decode_rows
@@ -26,16 +24,17 @@ from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import make_features
 from atoll.errors import InputError
 from atoll.experiments import evaluate as module
-from atoll.experiments.cache import Store
-from atoll.experiments.evaluate import Contender, Evaluation, SampleSet, Sampling, evaluate, name_contenders
-from atoll.experiments.judge import are_right, images_of
-from atoll.experiments.measure import MetricSettings
-from atoll.experiments.sanity import Check, crowded, doubts_about, quilts_of
-from atoll.experiments.tables import draw_metrics, name_of, render_table, spoken, with_error
+from atoll.experiments.evaluate import Contender, Evaluation, SampledImages, evaluate, name_contenders
+from atoll.experiments.figures import name_of
+from atoll.experiments.measure import MetricSettings, tensor_of
+from atoll.experiments.sanity import Check, doubt_density, doubt_features, quilts_of
+from atoll.experiments.tables import draw_metrics, format_value, render_table, with_error
 from atoll.metrics.diversity import Distance
+from atoll.metrics.labels import are_right
 from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.assemble import assemble
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.sampling.settings import Sampling
 from test_assemble import parts
 
 SETTINGS = MetricSettings(
@@ -95,7 +94,7 @@ class TestFigures:
         dataset, codec, features = Dataset.open(data), load_codec(data), make_features("simple")
         split = dataset.column("split")[:]
         held_out, train = np.flatnonzero(split == HELD_OUT), np.flatnonzero(split == TRAIN)
-        captions = dataset.texts("caption", np.random.default_rng(0).permutation(held_out))
+        captions = dataset.strings("caption", np.random.default_rng(0).permutation(held_out))
         captions = [captions[i % len(captions)] for i in range(24)]
         made = AtollPipeline(model)(
             captions, seed=list(range(24)), num_inference_steps=2, output_type="np", batch_size=10, progress=False
@@ -103,7 +102,7 @@ class TestFigures:
         pictures = np.round(made * 255).astype(np.uint8)
         order = np.random.default_rng(1).permutation(train)
         real, mine = (
-            features.extract(images_of(shown)).double().numpy()
+            features.extract(tensor_of(shown)).double().numpy()
             for shown in (decode_rows(dataset, order, codec), pictures)
         )
         one, other = np.cov(real, rowvar=False), np.cov(mine, rowvar=False)
@@ -165,15 +164,15 @@ class TestFigures:
         assert per_prompt["error_from"] == "prompts"
         one, other = pictures_in(tmp_path).values()
         assert len(one) == len(other) == 6
-        means = [[distance.mean_over_pairs([images_of(rows[i : i + 3])]) for i in (0, 3)] for rows in (one, other)]
+        means = [[distance.mean_over_pairs([tensor_of(rows[i : i + 3])]) for i in (0, 3)] for rows in (one, other)]
         assert per_prompt["value"] in [pytest.approx(np.mean(found)) for found in means]
-        assert overall["value"] in [pytest.approx(distance.mean_over_pairs([images_of(rows)])) for rows in (one, other)]
+        assert overall["value"] in [pytest.approx(distance.mean_over_pairs([tensor_of(rows)])) for rows in (one, other)]
 
     def test_one_cluster(self, model, data, tmp_path):
         evaluation = Evaluation(
             data, tmp_path, replace(SETTINGS, metrics=("frechet",), num=4), cluster=1, progress=False
         )
-        assert set(evaluation.prompts) <= set(Dataset.open(data, 1).texts("caption"))
+        assert set(evaluation.prompts) <= set(Dataset.open(data, 1).strings("caption"))
         assert evaluation.describe()["data"]["cluster"] == 1
         assert evaluation.describe()["reference"]["num"] < len(Dataset.open(data)) / 2
         assert evaluation.judge(Contender("ours", model, QUICK))["figures"]["frechet/simple"]["value"] > 0
@@ -192,25 +191,23 @@ class TestFigures:
 class TestGoingOn:
     def test_after_an_end(self, model, data, done, tmp_path, monkeypatch):
         """Interrupted while it draws, it makes only what is missing, and ends with the same images and figures."""
-        painted: list[slice] = []
-        paint = SampleSet.paint
+        painted: list[int] = []
+        paint = SampledImages.paint
 
-        def tire(self, some, output_type="pt"):
-            if output_type == "pt":
-                if len(painted) == 1:
-                    raise KeyboardInterrupt
-                painted.append(some)
-            return paint(self, some, output_type)
+        def tire(self, span):
+            if len(painted) == 1:
+                raise KeyboardInterrupt
+            painted.append(span.start)
+            return paint(self, span)
 
-        monkeypatch.setattr(SampleSet, "paint", tire)
+        monkeypatch.setattr(SampledImages, "paint", tire)
         with pytest.raises(KeyboardInterrupt):
             evaluate([Contender("ours", model, QUICK)], data, tmp_path, SETTINGS, progress=False)
         assert not (tmp_path / "results.json").exists()
         painted.clear()
-        monkeypatch.setattr(SampleSet, "paint", lambda s, some, kind="pt": painted.append(some) or paint(s, some, kind))
+        monkeypatch.setattr(SampledImages, "paint", lambda s, span: painted.append(span.start) or paint(s, span))
         evaluate([Contender("ours", model, QUICK)], data, tmp_path, SETTINGS, progress=False)
-        drawn = [some.start for some in painted if some.stop - some.start > 1 and some.stop != 8]
-        assert drawn == [10, 20]
+        assert painted == [10, 20]
         old, new = pictures_in(done[0]), pictures_in(tmp_path)
         assert old.keys() == new.keys()
         assert all(np.array_equal(old[name], new[name]) for name in old)
@@ -221,17 +218,16 @@ class TestGoingOn:
         out = Path(shutil.copytree(done[0], tmp_path / "out"))
         before = snapshot(out / "pictures")
         Evaluation(data, out, replace(SETTINGS, num=30), progress=False).judge(Contender("ours", model, QUICK))
-        changed = [Path(p).name for p, time in snapshot(out / "pictures").items() if before.get(p) != time]
-        assert [name for name in changed if name.endswith(".safetensors")] == ["00002.safetensors"]
-        (old,), (new,) = ([v for k, v in pictures_in(o).items() if k.endswith("2.safetensors")] for o in (done[0], out))
-        assert len(old) == 4
+        changed = [path for path, time in snapshot(out / "pictures").items() if before.get(path) != time]
+        (name,) = [path for path in changed if path.endswith(".safetensors")]
+        (old,) = (rows for rows in pictures_in(done[0]).values() if len(rows) == 4)
+        new = load_file(name)["rows"]
         assert len(new) == 10
         assert np.abs(old.astype(int) - new[:4]).max() <= 1
 
-    def test_others_are_made_anew(self, model, data, monolith, done, tmp_path):
+    def test_others_are_made_anew(self, model, data, monolith, tmp_path):
         """Another model, sampling, seed or prompts: other images."""
-        out = Path(shutil.copytree(done[0], tmp_path / "out"))
-        folders = lambda: len(list((out / "pictures").iterdir()))  # noqa: E731
+        files = lambda: len(list((tmp_path / "pictures").iterdir()))  # noqa: E731
         settings = replace(SETTINGS, num=4, metrics=("frechet",))
         for number, (contender, changed) in enumerate(
             [
@@ -242,72 +238,49 @@ class TestGoingOn:
                 (Contender("ours", model, QUICK), replace(settings, split="train")),
             ]
         ):
-            Evaluation(data, out, changed, progress=False).judge(contender)
-            assert folders() == 1 + number
+            Evaluation(data, tmp_path, changed, progress=False).judge(contender)
+            assert files() == 1 + number
 
-    def test_a_damaged_file(self, model, data, done, tmp_path):
-        out = Path(shutil.copytree(done[0], tmp_path / "out"))
-        path = next((out / "pictures").rglob("00001.safetensors"))
-        path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(InputError, match="00001.safetensors is truncated .*: remove it"):
-            Evaluation(data, out, SETTINGS, progress=False).judge(Contender("ours", model, QUICK))
-
-    def test_what_strangers_left_is_refused(self, model, data, done, tmp_path):
-        """A FIFO, a link to elsewhere, a header without end, other rows: a sentence each, and no wait."""
+    def test_what_strangers_left(self, model, data, done, tmp_path):
+        """A FIFO, a link to elsewhere, a header without end: a sentence each, and no wait; other rows are not used."""
         out = Path(shutil.copytree(done[0], tmp_path / "out"))
         contender = Contender("ours", model, QUICK)
-        pictures = sorted((out / "pictures").rglob("00001.safetensors"))[0]
-        features = next(path for path in (out / "features").rglob("00001.safetensors") if path.stat().st_size < 10_000)
-        (tmp_path / "mine").write_bytes(pictures.read_bytes())
-        tensors = {"rows": np.zeros((10, 7), np.float32)}
-        spoils = (
-            (pictures, os.mkfifo, "it is a FIFO"),
-            (pictures, lambda path: path.symlink_to(tmp_path / "mine"), "it is a link that leaves its folder"),
-            (pictures, lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "too few for its header"),
-            (pictures, lambda path: save_file({"other": tensors["rows"]}, path), "has no rows|in place of images"),
-            (features, lambda path: save_file(tensors, path), "rows that are no simple features"),
-        )
-        for path, spoil, told in spoils:
-            content = path.read_bytes()
-            path.unlink()
-            spoil(path)
-            if told.startswith("has no"):  # it counts as missing, and is made anew
+        images = sorted((out / "pictures").glob("*.safetensors"))[0]
+        (tmp_path / "mine").write_bytes(images.read_bytes())
+        content = images.read_bytes()
+        for spoil, message in (
+            (os.mkfifo, "it is a FIFO"),
+            (lambda path: path.symlink_to(tmp_path / "mine"), "it is a link that leaves its folder"),
+            (lambda path: path.write_bytes(b"\xff" * 8 + b"{}"), "too few for its header"),
+            (lambda path: path.write_bytes(content[:200]), "is truncated .*: remove it"),
+        ):
+            images.unlink()
+            spoil(images)
+            with pytest.raises(InputError, match=message):
+                Evaluation(data, out, SETTINGS, progress=False).judge(contender)
+        features = sorted((out / "features").glob("*.safetensors"))
+        for path in (images, *features):
+            content = (done[0] / path.relative_to(out)).read_bytes()
+            for tensors in ({"other": np.zeros(3)}, {"rows": np.zeros((10, 7), np.float32)}, {"rows": np.zeros(())}):
+                path.unlink()
+                save_file(tensors, path)
+                Evaluation(data, out, SETTINGS, progress=False).real()
                 Evaluation(data, out, SETTINGS, progress=False).judge(contender)
                 assert path.read_bytes() == content
-                continue
-            with pytest.raises(InputError, match=told):
-                Evaluation(data, out, SETTINGS, progress=False).judge(contender)
-            path.unlink()
-            path.write_bytes(content)
 
     def test_two_at_once(self, tmp_path):
         """Processes that make the same rows at the same time do not spoil each other's files."""
         program = """
 import sys, numpy as np
 from pathlib import Path
-from atoll.experiments.cache import Store
-for number in range(30):
-    parts = Store.at(Path(sys.argv[1]), {"number": number}, 2).rows(4, lambda some: np.full((2, 50_000), some.start))
-    assert [int(part.sum()) for part in parts] == [0, 200_000]
+from atoll.experiments.cache import cached
+for number in range(60):
+    rows = cached(Path(sys.argv[1]), {"number": number}, "int64", (2, 50_000), lambda: np.full((2, 50_000), number))
+    assert (rows == number).all()
 """
         runs = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
         assert [run.wait() for run in runs] == [0, 0, 0]
-        assert not list(tmp_path.rglob(".*"))
-
-    def test_store(self, tmp_path):
-        made: list[int] = []
-
-        def make(some: slice) -> np.ndarray:
-            made.append(some.start)
-            return np.arange(some.start, some.stop)
-
-        store = Store.at(tmp_path, {"a": 1}, 4)
-        assert np.concatenate(list(store.rows(10, make))).tolist() == list(range(10))
-        assert np.concatenate(list(store.rows(6, make))).tolist() == list(range(6))
-        assert made == [0, 4, 8]
-        assert np.concatenate(list(store.rows(13, make))).tolist() == list(range(13))
-        assert made == [0, 4, 8, 8, 12]
-        assert Store.at(tmp_path, {"a": 2}, 4).folder != store.folder
+        assert len(list(tmp_path.iterdir())) == 60
 
 
 def test_oracle(model, monolith, data, tmp_path, monkeypatch):
@@ -326,7 +299,7 @@ def test_oracle(model, monolith, data, tmp_path, monkeypatch):
     found = evaluation.judge(Contender("oracle", model, oracle))
     dataset = Dataset.open(data)
     by_caption: dict[str, set[int]] = {}
-    for caption, cluster in zip(dataset.texts("caption"), dataset.clusters(), strict=True):
+    for caption, cluster in zip(dataset.strings("caption"), dataset.clusters(), strict=True):
         by_caption.setdefault(caption, set()).add(int(cluster))
     assert all(label in by_caption[caption] for label, caption in zip(seen[0], evaluation.prompts, strict=False))
     assert len(set(seen[0])) > 1
@@ -366,14 +339,14 @@ class TestRefused:
 
     def test_places(self, model, data, tmp_path):
         with pytest.raises(InputError, match="lies within"):
-            evaluate([Contender("ours", model)], data, data / "out", SETTINGS)
+            evaluate([Contender("ours", model, QUICK)], data, data / "out", SETTINGS)
         with pytest.raises(InputError, match="no model"):
             evaluate([], data, tmp_path, SETTINGS)
         with pytest.raises(InputError, match="two models have the same name"):
-            evaluate([Contender("ours", model)] * 2, data, tmp_path, SETTINGS)
+            evaluate([Contender("ours", model, QUICK)] * 2, data, tmp_path, SETTINGS)
         (tmp_path / "file").write_text("")
         with pytest.raises(InputError, match="choose another --out"):
-            evaluate([Contender("ours", model)], data, tmp_path / "file" / "out", SETTINGS)
+            evaluate([Contender("ours", model, QUICK)], data, tmp_path / "file" / "out", SETTINGS)
 
     def test_an_empty_split(self, tmp_path):
         """Nothing held out: the captions are those of training, and there is no column of real images."""
@@ -404,7 +377,7 @@ class TestRefused:
         network = evaluation.suite.networks["simple"]
         extract = network.extract
         monkeypatch.setattr(network, "extract", lambda images: extract(images) / 0)
-        with pytest.raises(InputError, match="simple gives features that are not finite"):
+        with pytest.raises(InputError, match="the features of 98 images are not finite: .* weights are damaged"):
             evaluation.judge(Contender("ours", model, QUICK))
 
     def test_a_bad_model_is_found_before_the_work(self, model, data, tmp_path):
@@ -447,15 +420,14 @@ class TestSanity:
 
     def judged(self, monkeypatch, model: Path, data: Path, out: Path, paint) -> dict:
         """What results.json says of a model that makes these images."""
-        monkeypatch.setattr(SampleSet, "paint", paint)
+        monkeypatch.setattr(SampledImages, "paint", paint)
         settings = MetricSettings(num=80, features=("simple",), metrics=("frechet", "kernel", "coverage"))
         return evaluate([Contender("ours", model, replace(QUICK, batch=80))], data, out, settings, progress=False)
 
     @pytest.mark.filterwarnings("ignore:ours has another codec:UserWarning")
     def test_quilts(self, model, photos, tmp_path, monkeypatch, report):
-        def quilt(asked, some, output_type="pt"):
-            pictures = quilts_of(decode_rows(Dataset.open(photos), np.arange(80), load_codec(photos)), seed=1)
-            return torch.from_numpy(pictures).permute(0, 3, 1, 2).float()[: some.stop - some.start] / 255
+        def quilt(asked, span):
+            return quilts_of(decode_rows(Dataset.open(photos), np.arange(80), load_codec(photos)), seed=1)[span]
 
         with pytest.warns(UserWarning, match="do not trust") as told:
             results = self.judged(monkeypatch, model, photos, tmp_path / "out", quilt)
@@ -480,9 +452,8 @@ class TestSanity:
         rows = Dataset.open(photos)
         held_out = np.flatnonzero(rows.column("split")[:] == HELD_OUT)
 
-        def copy(asked, some, output_type="pt"):
-            pictures = decode_rows(rows, held_out[:80], load_codec(photos))
-            return torch.from_numpy(pictures).permute(0, 3, 1, 2).float()[: some.stop - some.start] / 255
+        def copy(asked, span):
+            return decode_rows(rows, held_out[:80], load_codec(photos))[span]
 
         with pytest.warns(UserWarning, match="do not trust precision and density") as told:
             self.judged(monkeypatch, model, photos, tmp_path, copy)
@@ -497,13 +468,13 @@ class TestSanity:
         checks = Evaluation(data, tmp_path / "out", settings, progress=False).suite.check()
         assert [check.metric for check in checks] == ["frechet", "kernel", "precision", "recall", "density", "coverage"]
         assert all(check.tells for check in checks), checks
-        assert doubts_about(checks) == []
+        assert doubt_features(checks) == []
         few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False).suite
         assert few.check() == []
 
     def test_sentences(self):
         checks = [Check("frechet", "dino:x", 3.0, 2.0), Check("recall", "dino:x", 0.9, 0.1)]
-        (told,) = doubts_about(checks)
+        (told,) = doubt_features(checks)
         assert (
             "(frechet 2.00 against 3.00): do not trust frechet by dino:x on this data, and use --features ano" in told
         )
@@ -513,9 +484,9 @@ class TestSanity:
         ]
         for model in models[1:]:
             model["hash"] = "0"
-        (told,) = crowded(models)
+        (told,) = doubt_density(models)
         assert told.startswith("b has a density of 3.96 by simple features, real images 1.00: its images crowd")
-        assert crowded(models[1:]) == crowded([]) == []
+        assert doubt_density(models[1:]) == doubt_density([]) == []
 
 
 class TestTable:
@@ -557,12 +528,14 @@ class TestTable:
         assert "2 x 9" in render_table(self.results((1.0, 0.1)))
 
     def test_numbers_as_they_are_told(self):
-        told = [spoken("frechet/x", value) for value in (0, 0.00012, 0.1234, 1.2345, 12.345, 123.45, 1234.5, -0.5)]
+        told = [
+            format_value("frechet/x", value) for value in (0, 0.00012, 0.1234, 1.2345, 12.345, 123.45, 1234.5, -0.5)
+        ]
         assert told == ["0.000", "1.20e-04", "0.123", "1.234", "12.3", "123", "1234", "-0.500"]
         pairs = [(27.61, 0.6404), (0.00237, 0.00153), (1234.5, 56.7), (0.688, 1e-16), (-0.5, None)]
         told = [with_error("kernel/x", {"value": value, "error": error}) for value, error in pairs]
         assert told == ["27.61 ± 0.64", "0.0024 ± 0.0015", "1234 ± 57", "0.688 ± 0", "-0.500"]
-        assert [spoken("flops_an_image", value) for value in (12, 1.234e9, 5e15)] == ["12", "1.23 G", "5e+03 T"]
+        assert [format_value("flops_an_image", value) for value in (12, 1.234e9, 5e15)] == ["12", "1.23 G", "5e+03 T"]
 
     def test_pictures_of_any_number(self):
         results = self.results((1.0, 0.1), (-2.0, None))

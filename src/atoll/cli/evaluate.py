@@ -73,10 +73,11 @@ def evaluate(
         out: The folder for results.json, results.md, samples.png, metrics.png and all images.
     """
     from atoll.errors import InputError
-    from atoll.experiments.evaluate import Sampling, name_contenders
     from atoll.experiments.evaluate import evaluate as measure
+    from atoll.experiments.evaluate import name_contenders
     from atoll.experiments.measure import MetricSettings
     from atoll.experiments.tables import render_table
+    from atoll.sampling.settings import Sampling
 
     if len(folders) < 2:
         raise InputError("there is nothing to evaluate: give one or several models, and then the data")
@@ -85,7 +86,7 @@ def evaluate(
         num=num, seeds=seeds, first_seed=seed, features=features, metrics=metrics, split=split, clip=clip,
         neighbours=neighbours, num_reference=reference, varied=varied, each=each, device=device,
     )  # fmt: skip
-    sampling = Sampling(routing, guidance, steps, solver, conversion, batch)
+    sampling = Sampling(steps, guidance, solver, routing, conversion, batch)
     results = measure(name_contenders(models, sampling), data, out, settings, cluster)
     print(render_table(results).split("\n\n")[1])
     print(f"{out / 'results.md'}: this table with what it takes to repeat it; samples.png and metrics.png beside it")

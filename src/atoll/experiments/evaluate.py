@@ -7,10 +7,12 @@ OUT/results.json, results.md, samples.png, metrics.png
 Whatever is there is not made again, so the same command resumes after any end. Nothing is written to the data.
 """
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +28,21 @@ from atoll.data.view import DatasetView, refuse_inside
 from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError, plural
-from atoll.experiments.cache import Store, write_text
+from atoll.experiments.cache import cached, write_text
+from atoll.experiments.figures import METRICS, Figure, Figures, combine
 from atoll.experiments.flops import counting
-from atoll.experiments.judge import bytes_of
 from atoll.experiments.measure import (
-    METRICS,
-    MOST_PICTURES,
-    Figure,
-    Figures,
+    MOST_IMAGES,
+    REAL,
     Images,
+    ImageSet,
     MetricSettings,
     MetricSuite,
-    reference_labels,
+    Vectors,
+    bytes_of,
+    reference_rows,
 )
-from atoll.experiments.sanity import crowded, doubts_about
+from atoll.experiments.sanity import doubt_density, doubt_features
 from atoll.experiments.tables import draw_metrics, render_table
 from atoll.metrics.diversity import find_weights
 from atoll.metrics.frechet import least_for_infinity
@@ -47,36 +50,16 @@ from atoll.metrics.labels import why_unreadable
 from atoll.networks.expert import Expert
 from atoll.plots.canvas import save_picture
 from atoll.plots.contact_sheet import draw_samples
-from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
 from atoll.sampling.native import SAMPLERS, generate_native
-from atoll.sampling.pipeline import MOST_STEPS, AtollPipeline, check_guidance
+from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
+from atoll.sampling.settings import Sampling
 from atoll.storage import alone, make_folder, resolved, write_json
 
 ON_A_SHEET = 12
 COUNTED = 8  # images of which FLOPs are counted
-REAL = "real images"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How images are made."""
-
-    routing: str = defaults.ROUTING  # also oracle: the expert of the cluster that the caption's image is in
-    guidance: float | None = None  # None: as the model wants it
-    steps: int = defaults.STEPS
-    solver: str = defaults.SOLVER  # also ancestral and ddim, for one expert on its own schedule
-    conversion: str | None = None
-    batch: int = 50
-
-    def __post_init__(self) -> None:
-        for name, value, most in (("steps", self.steps, MOST_STEPS), ("batch", self.batch, MOST_PICTURES)):
-            if not 1 <= value <= most:
-                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value}")
-        if self.guidance is not None:
-            check_guidance(self.guidance)
 
 
 @dataclass(frozen=True)
@@ -85,55 +68,78 @@ class Contender:
 
     name: str
     model: Path
-    sampling: Sampling = Sampling()
+    sampling: Sampling
 
 
 @dataclass(frozen=True, eq=False)
-class SampleSet:
-    """A set of images that a model is to make: one of each caption, with seeds from the first on."""
+class SampledImages(ImageSet):
+    """Images that a model makes, one of each caption, with seeds from the first on; they are kept in `folder`."""
 
+    folder: Path
     pipe: AtollPipeline
     sampling: Sampling
-    captions: list[str]
     first_seed: int
-    about: dict[str, Any]  # all that the images depend on, but for how many they are
-    clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to
+    clusters: NDArray[np.int64] | None  # of the images that the captions belong to, for oracle routing
 
-    def paint(self, some: slice, output_type: str = "pt") -> Tensor:
-        """Images [n, 3, S, S] in [0, 1], or their latents."""
-        seeds = [self.first_seed + i for i in range(some.start, some.stop)]
-        captions, how = self.captions[some], self.sampling
+    def about(self, span: slice) -> dict[str, Any]:
+        return {
+            "model": self.pipe.index.hash,
+            "experts": list(self.pipe.objectives),
+            "sampling": asdict(self.sampling),
+            "captions": list(self.captions[span]),
+            "first_seed": self.first_seed + span.start,
+            "device": self.pipe.device.type,
+            "clusters": None if self.clusters is None else self.clusters[span].tolist(),
+        }
+
+    def read(self, span: slice) -> Images:
+        """Returns some of the images, which are made where they are not there."""
+        space = self.pipe.index.latent_space
+        side = space.shape[1] * space.codec.factor
+        shape = (span.stop - span.start, side, side, 3)
+        return cached(self.folder, self.about(span), "uint8", shape, lambda: self.paint(span))
+
+    def paint(self, span: slice) -> Images:
+        return bytes_of(self.pipe.render(self.latents(span), "pt"))
+
+    def latents(self, span: slice) -> Tensor:
+        """Returns the latents of some of the images."""
+        how, captions = self.sampling, self.captions[span]
+        seeds = [self.first_seed + i for i in range(span.start, span.stop)]
         if how.routing != "oracle" and how.solver not in SAMPLERS:
-            images = self.pipe(
-                captions, seed=seeds, output_type=output_type, routing=how.routing, guidance_scale=how.guidance,
+            latents = self.pipe(
+                captions, seed=seeds, output_type="latent", routing=how.routing, guidance_scale=how.guidance,
                 num_inference_steps=how.steps, solver=how.solver, batch_size=how.batch, progress=False,
             ).images  # fmt: skip
-            assert isinstance(images, Tensor)
-            return images
-        prompts, times = Prompts.encode(self.pipe.text_encoder, captions, ""), uniform_times(how.steps)
+            assert isinstance(latents, Tensor)
+            return latents
         assert how.guidance is not None
-        guidance = Guidance(how.guidance)
+        prompts, times = Prompts.encode(self.pipe.text_encoder, captions), uniform_times(how.steps)
         if how.solver in SAMPLERS:
-            latents = generate_native(self._native, prompts, seeds, how.solver, times, guidance)
-        else:
-            assert self.clusters is not None
-            latents = generate(
-                self.pipe.ensemble, prompts, seeds, solver=how.solver, times=times, guidance=guidance,
-                routing=get_routing("oracle"), labels=torch.from_numpy(self.clusters[some]),
-            )  # fmt: skip
-        rendered: Tensor = self.pipe.render(latents, output_type)
-        return rendered
+            return generate_native(self._expert, prompts, seeds, how.solver, times, Guidance(how.guidance))
+        assert self.clusters is not None
+        return generate(
+            self.pipe.ensemble, prompts, seeds, solver=how.solver, times=times, guidance=Guidance(how.guidance),
+            routing=get_routing("oracle"), labels=torch.from_numpy(self.clusters[span]),
+        )  # fmt: skip
 
     @cached_property
-    def _native(self) -> Expert:
-        """The one expert of a model that is sampled on its own schedule."""
-        (found, *others) = self.pipe.index.experts
-        if others or found is None:
+    def _expert(self) -> Expert:
+        """Returns the one expert of a model that is sampled on its own schedule."""
+        (card, *others) = self.pipe.index.experts
+        if others or card is None:
             raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
-        self.pipe.index.check_files(self.pipe.folder, found.folder)
-        expert = Expert.load(self.pipe.folder / found.folder)
+        self.pipe.index.check_files(self.pipe.folder, card.folder)
+        expert = Expert.load(self.pipe.folder / card.folder)
         expert.network.to(self.pipe.device)
         return expert
+
+    def count_flops(self) -> float:
+        """Returns the FLOPs of an image's latents, on average over a few."""
+        num = min(COUNTED, len(self.captions))
+        with counting() as total:
+            self.latents(slice(0, num))
+            return total() / num
 
 
 def evaluate(
@@ -144,7 +150,7 @@ def evaluate(
     cluster: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Judge the models, write results.json, results.md and images, and return what results.json says."""
+    """Judges the models, writes results.json, results.md and images, and returns what results.json says."""
     if not contenders:
         raise InputError("there is no model to evaluate: give at least one")
     names = [contender.name for contender in contenders]
@@ -167,7 +173,7 @@ def evaluate(
 
 
 def name_contenders(models: Sequence[Path], sampling: Sampling) -> list[Contender]:
-    """Each by the name of its folder; by all of its path where two have the same."""
+    """Names each by its folder; by all of its path where two have the same."""
     names = [resolved(model).name for model in models]
     if len(set(names)) < len(names):
         names = [str(model) for model in models]
@@ -185,89 +191,82 @@ class Evaluation:
         prompts: Sequence[str] | None = None,
         cluster: int | None = None,
         progress: bool = True,
+        reference: Vectors | None = None,
     ) -> None:
-        """`prompts` take the place of the data's captions; with `cluster`, that one alone is the data."""
+        """`prompts` take the place of the data's captions, `reference` of the features of its images.
+
+        With `cluster`, that one alone is the data.
+        """
         self.out, self.settings, self.progress = out, settings, progress
-        self.rows = DatasetView(Dataset.open(data, cluster))
-        self.split, self._prompt_rows, self.prompts = self._choose_prompts(prompts)
-        self.left_out: dict[str, str] = {}
+        self.view = DatasetView(Dataset.open(data, cluster))
+        self.split = "given"
+        self._rows: NDArray[np.int64] | None = None  # that the prompts belong to
+        if prompts is None:
+            self.split, self._rows = self._choose_rows()
+            prompts = self.view.data.strings("caption", self._rows)
+        self.prompts = list(prompts)
+        if not self.prompts:
+            raise InputError("there are no prompts: give at least one")
+        self.left_out = self._reasons()
+        self.metrics = tuple(name for name in settings.metrics or METRICS if name not in self.left_out)
+        self.suite = MetricSuite(self.view, out, settings, self.metrics, progress, reference)
         self.notes: list[str] = []
-        self.metrics = self._choose_metrics()
-        self.suite = MetricSuite(self.rows, out, settings, self.metrics, progress)
         self._note_sizes()
 
     # --- prompts and metrics ----------------------------------------------------------------------------------------
 
-    def _choose_prompts(self, given: Sequence[str] | None) -> tuple[str, NDArray[np.int64] | None, list[str]]:
-        """The split, its rows and their captions, in an order that does not depend on how many are taken."""
-        if given is not None:
-            if not given:
-                raise InputError("there are no prompts: give at least one")
-            return "given", None, list(given)
-        rows = self.rows
-        split = self.settings.split or ("held_out" if len(rows.held_out) else "train")
-        both = np.concatenate([rows.held_out, rows.train])
-        chosen = {"held_out": rows.held_out, "train": rows.train, "all": both}[split]
+    def _choose_rows(self) -> tuple[str, NDArray[np.int64]]:
+        """Returns the split and its rows, in an order that does not depend on how many are taken."""
+        view = self.view
+        split = self.settings.split or ("held_out" if len(view.held_out) else "train")
+        rows = {"held_out": [view.held_out], "train": [view.train], "all": [view.held_out, view.train]}[split]
+        chosen = np.concatenate(rows)
         if not len(chosen):
-            raise InputError(f"{rows.name} holds nothing out: use --split train, or prepare it with --holdout 0.05")
-        chosen = np.random.default_rng(0).permutation(chosen)
-        return split, chosen, rows.data.texts("caption", chosen)
+            raise InputError(f"{view.name} holds nothing out: use --split train, or prepare it with --holdout 0.05")
+        return split, np.random.default_rng(0).permutation(chosen)
 
     @cached_property
     def _labels(self) -> list[str]:
-        """Of the images that the prompts belong to; empty where there are none."""
-        if self._prompt_rows is None:
-            return [""] * len(self.prompts)
-        return self.rows.data.texts("label", self._prompt_rows)
+        """Returns those of the images that the prompts belong to; empty ones where there are none."""
+        return [""] * len(self.prompts) if self._rows is None else self.view.data.strings("label", self._rows)
 
-    def _choose_metrics(self) -> tuple[str, ...]:
-        """Those asked for, which must be possible; or all that are."""
-        wanted = self.settings.metrics or METRICS
-        reasons = {
-            "accuracy": self._why_no_accuracy(),
-            "diversity": _why_no_lpips(),
-            "labels": self._why_no_labels(),
-            "coverage": self._why_no_coverage(),
-            "clip": "" if self.settings.clip else "no CLIP was named: give --clip HUB_ID_OR_FOLDER",
-        }
-        for metric, reason in reasons.items():
-            if reason and metric in self.settings.metrics:
-                raise InputError(f"{metric} cannot be measured: {reason}")
-            if reason and metric in wanted:
-                self.left_out[metric] = reason
-        return tuple(metric for metric in wanted if metric not in self.left_out)
-
-    def _why_no_accuracy(self) -> str:
+    def _reasons(self) -> dict[str, str]:
+        """Returns why metrics cannot be measured; those that were asked for must be possible."""
+        settings, reasons = self.settings, {}
         try:
             for caption in self.prompts:
                 attributes_of(caption)
         except InputError:
-            return "the captions are not those of avatars, which alone can be read back from images"
-        return ""
-
-    def _why_no_labels(self) -> str:
-        if self._prompt_rows is None:
-            return "the prompts are given, and have no labels"
-        return why_unreadable(reference_labels(self.rows, self.settings))
-
-    def _why_no_coverage(self) -> str:
-        least = self.settings.neighbours + 1
-        fewest = min(self.settings.num, self.settings.num_reference, len(self.rows.train))
-        if fewest >= least:
-            return ""
-        return f"{least - 1} neighbours need {least} images, and there are {fewest}: use more, or fewer --neighbours"
+            reasons["accuracy"] = "the captions are not those of avatars, which alone can be read back from images"
+        try:
+            find_weights()
+        except InputError as error:
+            reasons["diversity"] = str(error)
+        if self._rows is None:
+            reasons["labels"] = "the prompts are given, and have no labels"
+        elif why := why_unreadable(self.view.data.strings("label", reference_rows(self.view, settings))):
+            reasons["labels"] = why
+        num, fewest = settings.neighbours, min(settings.num, settings.num_reference, len(self.view.train))
+        if fewest <= num:
+            reasons["coverage"] = (
+                f"{num} neighbours need {num + 1} images, and there are {fewest}: use more, or fewer --neighbours"
+            )
+        if not settings.clip:
+            reasons["clip"] = "no CLIP was named: give --clip HUB_ID_OR_FOLDER"
+        for metric in settings.metrics:
+            if metric in reasons:
+                raise InputError(f"{metric} cannot be measured: {reasons[metric]}")
+        return {} if settings.metrics else reasons
 
     def _note_sizes(self) -> None:
-        """What is to be known of the numbers before they are compared with others."""
+        """Notes what is to be known of the numbers before they are compared with others."""
         num, captions = self.settings.num, len(self.prompts)
         if captions < num:
             self.notes.append(
                 f"{plural(captions, 'caption')} for {num} images: each is used about {num / captions:.1f} times, "
                 "with other noise."
             )
-        if "frechet" not in self.metrics:
-            return
-        for name, network in self.suite.networks.items():
+        for name, network in self.suite.networks.items() if "frechet" in self.metrics else ():
             if num <= network.dim:
                 self.notes.append(
                     f"{num} images span fewer than the {network.dim} dimensions of {name}: for that alone the "
@@ -277,19 +276,19 @@ class Evaluation:
                 self.left_out[f"frechet_infinity/{name}"] = f"it needs {least} images or more: --num {least}"
 
     def describe(self) -> dict[str, Any]:
-        """What results.json says beside the models."""
-        card = self.rows.data.card
+        """Returns what results.json says beside the models."""
+        card = self.view.data.card
         settings = {key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip")}
         return {
             "data": {
                 "name": card.source.name,
-                "cluster": self.rows.data.cluster,
-                "fingerprint": self.rows.fingerprint,
+                "cluster": self.view.data.cluster,
+                "fingerprint": self.view.fingerprint,
                 "codec": card.codec.fingerprint,
                 "license": card.license,
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
-            "reference": {"split": "train", "num": self.suite.num_reference, "pictures": "decoded from latents"},
+            "reference": {"split": "train", "num": len(self.suite.rows), "pictures": "decoded from latents"},
             "settings": {**settings, "metrics": list(self.metrics)},
             "networks": self.suite.describe(),
             "left_out": self.left_out,
@@ -299,7 +298,7 @@ class Evaluation:
     # --- the data ---------------------------------------------------------------------------------------------------
 
     def real(self) -> list[dict[str, Any]]:
-        """The same figures of real images that are not in the reference: what a model cannot surpass by much."""
+        """Returns the figures of real images outside of the reference: what a model cannot surpass by much."""
         num, figures = self.suite.measure_real()
         if not figures:
             self.notes.append(
@@ -311,67 +310,62 @@ class Evaluation:
                 f"Only {plural(num, 'real image')} outside of the reference: their distances are larger than "
                 f"those of {self.settings.num} would be."
             )
-        return [{"name": REAL, "num": num, "seeds": 1, "figures": self.suite.combine([figures])}]
+        return [{"name": REAL, "num": num, "seeds": 1, "figures": self._combine([figures])}]
 
-    def doubt(self, judged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What results.json says of whether the figures can be trusted; what speaks against it is a warning too."""
+    def doubt(self, judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns whether the figures can be trusted, for results.json; what speaks against it is a warning too."""
         checks = self.suite.check()
-        told = [*doubts_about(checks), *crowded(judged)]
-        for text in told:
-            warnings.warn(text.rstrip("."), stacklevel=3)
-        found = {f"{check.metric}/{check.network}": check.describe() for check in checks}
-        return {"sanity": found, "notes": [*told, *self.notes]}
+        sentences = [*doubt_features(checks), *doubt_density(judged)]
+        for sentence in sentences:
+            warnings.warn(sentence.rstrip("."), stacklevel=3)
+        sanity = {f"{check.metric}/{check.network}": check.describe() for check in checks}
+        return {"sanity": sanity, "notes": [*sentences, *self.notes]}
 
     def real_images(self) -> Images:
-        """Those that the first prompts belong to."""
-        assert self._prompt_rows is not None
-        return self.suite.images_of_rows(self._prompt_rows[:ON_A_SHEET])
+        """Returns those that the first prompts belong to."""
+        assert self._rows is not None
+        return self.suite.decode(self._rows[:ON_A_SHEET])
 
     # --- the models -------------------------------------------------------------------------------------------------
 
     def check(self, contender: Contender) -> None:
-        """Refuse what cannot be judged: one image is drawn, in one step."""
+        """Refuses what cannot be judged: one image is drawn, in one step."""
         quick = replace(contender, sampling=replace(contender.sampling, steps=1))
-        self._sample_set(self._open(contender), quick, self.settings.first_seed).paint(slice(0, 1), "latent")
+        self.images(quick, self.open(contender), np.zeros(1, np.int64), 0).latents(slice(0, 1))
 
     def judge(self, contender: Contender) -> dict[str, Any]:
-        """All figures of one model."""
-        settings = self.settings
-        pipe = self._open(contender)
+        """Returns all figures of one model."""
+        settings, pipe = self.settings, self.open(contender)
+        places = np.arange(settings.num) % len(self.prompts)
         seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
-        figures = self.suite.combine(
-            [self._judge_set(self._sample_set(pipe, contender, seed), contender) for seed in seeds]
-        )
+        sets = [self.images(contender, pipe, places, seed * MOST_IMAGES) for seed in seeds]
+        figures = self._combine([self._measure(images) for images in sets])
         if "diversity" in self.metrics:
-            figures |= self.suite.combine([self._judge_varied(pipe, contender)])
+            figures |= self._combine([self._measure_varied(contender, pipe)])
         if "flops" in self.metrics:
-            samples = self._sample_set(pipe, contender, settings.first_seed)
-            figures |= self.suite.combine([{"flops_an_image": Figure(count_flops(samples))}])
+            figures |= self._combine([{"flops_an_image": Figure(sets[0].count_flops())}])
         return {
             "name": contender.name,
             "hash": pipe.index.hash,
             "experts": list(pipe.objectives),
-            "sampling": asdict(_resolved(contender.sampling, pipe)),
+            "sampling": asdict(sets[0].sampling),
             "num": settings.num,
             "seeds": settings.seeds,
             "figures": figures,
         }
 
     def first_images(self, contender: Contender) -> Images:
-        """Of the first prompts, which `judge` has made."""
-        samples = self._sample_set(self._open(contender), contender, self.settings.first_seed)
-        found: list[Images] = []
-        for part in self._images(samples, contender):
-            found.append(part)
-            if sum(map(len, found)) >= ON_A_SHEET:
-                break
-        return np.concatenate(found)[:ON_A_SHEET]
+        """Returns those of the first prompts, which `judge` has made."""
+        places = np.arange(self.settings.num) % len(self.prompts)
+        images = self.images(contender, self.open(contender), places, self.settings.first_seed * MOST_IMAGES)
+        spans = islice(images.spans(), math.ceil(ON_A_SHEET / images.size))
+        return np.concatenate([images.read(span) for span in spans])[:ON_A_SHEET]
 
-    def _open(self, contender: Contender) -> AtollPipeline:
+    def open(self, contender: Contender) -> AtollPipeline:
         pipe = AtollPipeline.from_pretrained(
             contender.model, device=self.suite.device, conversion=contender.sampling.conversion
         )
-        if pipe.index.latent_space.codec.fingerprint != self.rows.data.card.codec.fingerprint:
+        if pipe.index.latent_space.codec.fingerprint != self.view.data.card.codec.fingerprint:
             warnings.warn(
                 f"{contender.name} has another codec than the data: its images are measured against what the codec "
                 "of the data gives back",
@@ -379,89 +373,45 @@ class Evaluation:
             )
         return pipe
 
-    def _sample_set(self, pipe: AtollPipeline, contender: Contender, seed: int) -> SampleSet:
-        """For an image of each prompt, and of the first ones again until there are enough."""
-        places = np.arange(self.settings.num) % len(self.prompts)
-        return self._make_set(pipe, contender, places, seed * MOST_PICTURES, hash_of(self.prompts))
-
-    def _varied_set(self, pipe: AtollPipeline, contender: Contender) -> SampleSet:
-        """For several images of each of some prompts, with seeds beyond those of all others."""
-        firsts = list({caption: i for i, caption in reversed(list(enumerate(self.prompts)))}.values())
-        places = np.repeat(np.sort(firsts)[: self.settings.varied], self.settings.each)
-        first_seed = 2**62 + self.settings.first_seed * MOST_PICTURES
-        return self._make_set(pipe, contender, places, first_seed, hash_of([self.prompts, self.settings.each]))
-
-    def _make_set(
-        self, pipe: AtollPipeline, contender: Contender, places: NDArray[np.int64], first_seed: int, prompts: str
-    ) -> SampleSet:
-        sampling, clusters = _resolved(contender.sampling, pipe), None
-        about = {
-            "model": pipe.index.hash,
-            "experts": list(pipe.objectives),
-            "sampling": asdict(sampling),
-            "prompts": prompts,
-            "seed": first_seed,
-            "device": self.suite.device.type,
-        }
+    def images(
+        self, contender: Contender, pipe: AtollPipeline, places: NDArray[np.int64], first_seed: int
+    ) -> SampledImages:
+        """Returns images of the prompts at these places, each with the next seed; they are made when they are read."""
+        sampling, clusters = contender.sampling, None
+        if sampling.guidance is None:
+            sampling = replace(sampling, guidance=pipe.guidance)
         if sampling.routing == "oracle":
-            clusters = self._clusters(pipe, contender)[places]
-            about["clusters"] = hash_of(clusters.tolist())
-        return SampleSet(pipe, sampling, [self.prompts[i] for i in places], first_seed, about, clusters)
+            clusters = self._clusters(contender, pipe)[places]
+        captions, labels = ([texts[i] for i in places] for texts in (self.prompts, self._labels))
+        folder = self.out / "pictures"
+        return SampledImages(
+            contender.name, captions, labels, sampling.batch, folder, pipe, sampling, first_seed, clusters
+        )
 
-    def _clusters(self, pipe: AtollPipeline, contender: Contender) -> NDArray[np.int64]:
-        """The cluster of the image that each prompt belongs to."""
-        if self._prompt_rows is None:
+    def _clusters(self, contender: Contender, pipe: AtollPipeline) -> NDArray[np.int64]:
+        """Returns the cluster of the image that each prompt belongs to."""
+        if self._rows is None:
             raise InputError("oracle routing needs the clusters of the prompts' images: take prompts from the data")
-        found = self.rows.data.clusters()[self._prompt_rows]
-        if pipe.num_experts <= (last := int(found.max())):
+        clusters = self.view.data.clusters()[self._rows]
+        if pipe.num_experts <= (last := int(clusters.max())):
             raise InputError(
                 f"{contender.name} has {plural(pipe.num_experts, 'expert')}, but the data has a cluster {last}: give "
                 "the data that the model was trained on, or another --routing"
             )
-        return found
+        return clusters
 
-    def _images(self, samples: SampleSet, contender: Contender) -> Iterator[Images]:
-        """A batch at a time; what is in the store is read."""
-        what = f"{contender.name} draws"
-        return self._store(samples).rows(
-            len(samples.captions), lambda some: bytes_of(samples.paint(some)), what, self.progress
-        )
+    def _measure(self, images: SampledImages) -> Figures:
+        for span in images.spans("drawing", self.progress):
+            images.read(span)  # into the cache, from which each network reads it
+        return self.suite.measure(images, alone=self.settings.seeds == 1)
 
-    def _store(self, samples: SampleSet) -> Store:
-        return Store.at(self.out / "pictures", samples.about, samples.sampling.batch)
+    def _measure_varied(self, contender: Contender, pipe: AtollPipeline) -> Figures:
+        """Returns how much several images of each of some prompts differ, with seeds beyond those of all others."""
+        firsts = [self.prompts.index(caption) for caption in [*dict.fromkeys(self.prompts)][: self.settings.varied]]
+        first_seed, each = 2**62 + self.settings.first_seed * MOST_IMAGES, self.settings.each
+        images = self.images(contender, pipe, np.repeat(firsts, each), first_seed)
+        pixels = images.load(self.progress)
+        return self.suite.measure_groups(pixels.reshape(-1, each, *pixels.shape[1:]))
 
-    def _judge_set(self, samples: SampleSet, contender: Contender) -> Figures:
-        """The figures of the images of one seed."""
-        for _ in self._images(samples, contender):
-            pass  # into the store, from which each network reads them
-        figures: Figures = {}
-        labels = [self._labels[i % len(self._labels)] for i in range(len(samples.captions))]
-        for name in self.suite.networks:
-            vectors = self.suite.vectors(name, self._store(samples), len(samples.captions), contender.name)
-            figures |= self.suite.compare(name, vectors, labels, alone=self.settings.seeds == 1)
-        return figures | self.suite.look(self._images(samples, contender), samples.captions, contender.name)
-
-    def _judge_varied(self, pipe: AtollPipeline, contender: Contender) -> Figures:
-        images = np.concatenate(list(self._images(self._varied_set(pipe, contender), contender)))
-        each = self.settings.each
-        return self.suite.measure_groups(images[i : i + each] for i in range(0, len(images), each))
-
-
-def _resolved(sampling: Sampling, pipe: AtollPipeline) -> Sampling:
-    return replace(sampling, guidance=pipe.guidance) if sampling.guidance is None else sampling
-
-
-def count_flops(samples: SampleSet) -> float:
-    """Of making an image, on average over a few."""
-    num = min(COUNTED, len(samples.captions))
-    with counting() as total:
-        samples.paint(slice(0, num), "latent")
-        return total() / num
-
-
-def _why_no_lpips() -> str:
-    try:
-        find_weights()
-    except InputError as error:
-        return str(error)
-    return ""
+    def _combine(self, sets: Sequence[Figures]) -> dict[str, dict[str, Any]]:
+        return combine(sets, self.suite.describe())

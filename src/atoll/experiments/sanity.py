@@ -6,22 +6,21 @@ learned hardly anything, then scores as a photograph does. So as many such quilt
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from atoll.experiments.figures import LOWER, kind_of
 
 CHECKED, LEAST = 200, 50  # quilts, and as many real images; of fewer than LEAST, chance decides
 TILE = 8  # pixels
 CONTRAST = 0.5  # of the pattern, beside the contrast within real images
 AS_GOOD = 0.9  # of the figure of real images, for those of which more is better
 CROWDED = 1.5  # times the density of real images
-SHARES = ("precision", "recall", "density", "coverage")  # more is better; of distances, less
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A figure of as many real images and quilts, by the same network."""
 
     metric: str
@@ -32,7 +31,7 @@ class Check:
     @property
     def tells(self) -> bool:
         """Whether quilts are worse by it."""
-        return self.quilts < AS_GOOD * self.real if self.metric in SHARES else self.quilts > self.real
+        return self.quilts > self.real if kind_of(self.metric).better == LOWER else self.quilts < AS_GOOD * self.real
 
     def describe(self) -> dict[str, Any]:
         return {"real": self.real, "quilts": self.quilts, "tells": self.tells}
@@ -50,33 +49,31 @@ def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
     return quilts
 
 
-def doubts_about(checks: Sequence[Check]) -> list[str]:
+def doubt_features(checks: Sequence[Check]) -> list[str]:
     """Returns a sentence for each network by which quilts are as good as real images."""
-    found = []
+    sentences = []
     for network in dict.fromkeys(check.network for check in checks):
         if own := [check for check in checks if check.network == network and not check.tells]:
             names = " and ".join(check.metric for check in own)
-            told = ", ".join(f"{check.metric} {check.quilts:.2f} against {check.real:.2f}" for check in own)
+            numbers = ", ".join(f"{check.metric} {check.quilts:.2f} against {check.real:.2f}" for check in own)
             advice = "efficientnet" if network == "simple" else "another network"
-            found.append(
+            sentences.append(
                 f"By {network} features, images of nothing (the mean one under a pattern of tiles) are as good as "
-                f"real ones ({told}): do not trust {names} by {network} on this data, and use --features {advice}."
+                f"real ones ({numbers}): do not trust {names} by {network} on this data, and use --features {advice}."
             )
-    return found
+    return sentences
 
 
-def crowded(models: Sequence[Mapping[str, Any]]) -> list[str]:
+def doubt_density(models: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a sentence for each model whose images are denser among real ones than real ones are."""
-    real = [model for model in models if "hash" not in model and model["num"] >= LEAST]
-    made = [model for model in models if "hash" in model and model["num"] >= LEAST]
-    keys = [key for model in real for key in model["figures"] if key.startswith("density/")]
-    pairs = [
-        (model, key, model["figures"][key]["value"], real[0]["figures"][key]["value"]) for model in made for key in keys
-    ]
+    counted = [model for model in models if model["num"] >= LEAST]
+    real = [model["figures"] for model in counted if "hash" not in model]
+    usual = {key: figure["value"] for figures in real for key, figure in figures.items() if key.startswith("density/")}
     return [
-        f"{model['name']} has a density of {own:.2f} by {key.partition('/')[2]} features, real images {usual:.2f}: "
-        "its images crowd in the middle of the data, because of strong guidance or because they show little, so look "
-        "at samples.png, recall and coverage."
-        for model, key, own, usual in pairs
-        if own > CROWDED * usual
+        f"{model['name']} has a density of {own:.2f} by {key.removeprefix('density/')} features, real images "
+        f"{usual[key]:.2f}: its images crowd in the middle of the data, because of strong guidance or because they "
+        "show little, so look at samples.png, recall and coverage."
+        for model in counted
+        for key in usual
+        if "hash" in model and (own := model["figures"][key]["value"]) > CROWDED * usual[key]
     ]

@@ -1,19 +1,18 @@
 """The CLIP score: how well an image and its caption go together, by a CLIP from a folder or the hub."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.encoders.features import clip_pixels
-from atoll.encoders.pretrained import fingerprint, load_model, locate, one_by_one, public_spec, require
+from atoll.encoders.pretrained import Frozen, load_model, locate, one_by_one, public_spec, require
 from atoll.encoders.text import CLIPText
 from atoll.errors import InputError
 
 
-class CLIPScore(nn.Module):
+class CLIPScore(Frozen):
     """transformers' CLIPModel: 100 times the cosine of the angle between an image's embedding and its caption's."""
 
     def __init__(self, model: Any, tokenizer: Any, where: str) -> None:
@@ -47,17 +46,13 @@ class CLIPScore(nn.Module):
         found = self.model(input_ids=ids, pixel_values=pixels)  # its embeddings have length 1
         return torch.as_tensor((found.image_embeds * found.text_embeds).sum(1))
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "spec": self.spec,
-            "dtype": "float32",
-            "transform": f"resize to {self.size}, bicubic, CLIP's mean and deviation",
-            "fingerprint": self.fingerprint,
-        }
+    def sizes(self) -> dict[str, Any]:
+        return {"transform": f"resize to {self.size}, bicubic, CLIP's mean and deviation"}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        config, text = self.model.config, self.text.describe()["fingerprint"]
-        sides = (config.text_config, config.vision_config)
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+    def settings(self) -> dict[str, Any]:
+        sides = (self.model.config.text_config, self.model.config.vision_config)
         heads = [[side.hidden_act, side.layer_norm_eps, side.num_attention_heads] for side in sides]
-        return fingerprint(self.model.state_dict(), {"score": "clip", "size": self.size, "heads": heads, "text": text})
+        return {"score": "clip", "size": self.size, "heads": heads, "text": self.text.fingerprint}

@@ -6,7 +6,6 @@ of features, so its mean over all pairs of N images needs each image once, and n
 """
 
 from collections.abc import Iterable
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from atoll.encoders.codecs import check_images
 from atoll.encoders.features import resize
-from atoll.encoders.pretrained import fingerprint
+from atoll.encoders.pretrained import Frozen
 from atoll.errors import InputError
 from atoll.networks.published import read_weights
 
@@ -40,8 +39,10 @@ class Blur(nn.Module):
         return F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), self.filt, stride=2, groups=x.shape[1])
 
 
-class Distance(nn.Module):
+class Distance(Frozen):
     """AlexNet with blurs in place of strides, and a weight for each channel of its five stages."""
+
+    spec = "stlpips-alex"
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Distance(nn.Module):
                 nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
             ]
         )
-        self.weights = nn.ParameterList([torch.zeros(channels) for channels in (64, 192, 384, 256, 256)])
+        self.channel_weights = nn.ParameterList([torch.zeros(channels) for channels in (64, 192, 384, 256, 256)])
         self.register_buffer("shift", torch.tensor(SHIFT).reshape(3, 1, 1))
         self.register_buffer("scale", torch.tensor(SCALE).reshape(3, 1, 1))
         self.requires_grad_(False)
@@ -80,7 +81,7 @@ class Distance(nn.Module):
 
     def distances(self, one: Tensor, other: Tensor) -> Tensor:
         """Of image i of the one to image i of the other: [B]."""
-        pairs = zip(self.embed(one), self.embed(other), self.weights, strict=True)
+        pairs = zip(self.embed(one), self.embed(other), self.channel_weights, strict=True)
         return torch.stack([((a - b).square() * w[:, None, None]).sum(1).mean((1, 2)) for a, b, w in pairs]).sum(0)
 
     def mean_over_pairs(self, batches: Iterable[Tensor]) -> float:
@@ -99,20 +100,17 @@ class Distance(nn.Module):
 
     def _weighed(self, maps: list[Tensor]) -> float:
         """Places averaged, channels weighed and summed: [C, h, w] each to one number."""
-        pairs = zip(maps, self.weights, strict=True)
+        pairs = zip(maps, self.channel_weights, strict=True)
         return float(torch.stack([(x.mean((1, 2)) * w.double()).sum() for x, w in pairs]).sum())
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "spec": "stlpips-alex",
-            "dtype": "float32",
-            "transform": f"at least {SMALLEST} pixels wide, LPIPS's mean and deviation",
-            "fingerprint": self.fingerprint,
-        }
+    def sizes(self) -> dict[str, Any]:
+        return {"transform": f"at least {SMALLEST} pixels wide, LPIPS's mean and deviation"}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.state_dict(), {"distance": "stlpips-alex", "smallest": SMALLEST})
+    def weights(self) -> dict[str, Tensor]:
+        return {name.replace("channel_weights", "weights"): value for name, value in self.state_dict().items()}
+
+    def settings(self) -> dict[str, Any]:
+        return {"distance": self.spec, "smallest": SMALLEST}
 
 
 def find_weights() -> Path:
@@ -139,5 +137,5 @@ def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             stage = int(parts[1].removeprefix("slice"))
             renamed[f"stages.{stage - 1}.{int(parts[2]) - firsts[stage]}.{parts[3]}"] = value
         else:
-            renamed[f"weights.{parts[0].removeprefix('lin')}"] = value.flatten()
+            renamed[f"channel_weights.{parts[0].removeprefix('lin')}"] = value.flatten()
     return renamed

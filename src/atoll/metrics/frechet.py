@@ -42,7 +42,8 @@ def check_finite(features: NDArray[np.floating]) -> NDArray[np.float64]:
         raise InputError(f"features must be [N, D], but have {list(features.shape)}")
     found = np.asarray(features, np.float64)
     if not np.isfinite(found).all():
-        raise InputError(f"the features of {int((~np.isfinite(found).all(1)).sum())} images are not finite")
+        num = int((~np.isfinite(found).all(1)).sum())
+        raise InputError(f"the features of {num} images are not finite: their network's weights are damaged")
     return found
 
 

@@ -16,7 +16,6 @@ class KernelDistance(NamedTuple):
 
     value: float
     spread: float  # deviation over the subsets, which share images where these are few
-    subset_size: int
 
 
 def kernel_distance(
@@ -42,7 +41,7 @@ def kernel_distance(
         )
         for _ in range(num_subsets)
     ]
-    return KernelDistance(float(np.mean(found)), float(np.std(found)), size)
+    return KernelDistance(float(np.mean(found)), float(np.std(found)))
 
 
 def squared_discrepancy(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:

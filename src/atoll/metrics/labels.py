@@ -1,7 +1,7 @@
-"""Whether images show what was asked for, where a data set has labels: read by a linear classifier of features.
+"""Whether images show what was asked for: avatars their attributes, and others their labels.
 
-Linear discriminant analysis with a shrunk covariance, fitted to the reference. Its figure for real images is beside
-that of models: what it cannot tell there is not to be held against them.
+Labels are read by linear discriminant analysis of features with a shrunk covariance, fitted to the reference. Its
+figure for real images is beside that of models: what it cannot tell there is not to be held against them.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.data.builtin.avatar_reader import read_avatars
+from atoll.data.builtin.avatars import attributes_of
 from atoll.errors import InputError
 from atoll.metrics.frechet import check_finite
 
@@ -18,6 +20,11 @@ LEAST_OF_EACH = 2
 SHRINKAGE = 0.1
 
 Array = NDArray[np.float64]
+
+
+def are_right(images: NDArray[np.uint8], captions: Sequence[str]) -> list[bool]:
+    """Returns whether every attribute that the caption tells is in the avatar, and no other."""
+    return [seen == attributes_of(caption) for seen, caption in zip(read_avatars(images), captions, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
