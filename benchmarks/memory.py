@@ -16,27 +16,30 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atoll.diffusion.objective import get_objective
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset
-from atoll.networks.router import Router, RouterConfig
+from atoll.networks.router import RouterConfig
 from atoll.training.loop import train
 from atoll.training.memory import (
     CUDA_BASE,
     FLOAT,
-    Kernels,
     Storages,
     in_words,
     largest_micro_batch,
+    network_of,
     peak_resident,
     predict,
 )
@@ -182,7 +185,8 @@ def print_tables() -> None:
     for name in ("b/2", "l/2", "xl/2"):
         for checkpointing in (False, True):
             trial = replace(settings, checkpointing=checkpointing)
-            fits = [largest_micro_batch(DiTConfig(**preset(name)), trial, size * 10**9, **cuda) for size in sizes]
+            predicted = partial(predict, DiTConfig(**preset(name)), **cuda)
+            fits = [largest_micro_batch(predicted, trial, size * 10**9) for size in sizes]
             row(name, "yes" if checkpointing else "no", *(num or "none" for num in fits))
 
     print("\nOn disk\n")
@@ -214,20 +218,19 @@ def row(*cells: object) -> None:
 
 def num_parameters(config: DiTConfig | RouterConfig) -> int:
     with torch.device("meta"):
-        network = Router(config) if isinstance(config, RouterConfig) else DiT(config)
-    return sum(p.numel() for p in network.parameters())
+        return sum(p.numel() for p in network_of(config).parameters())
 
 
 @torch.no_grad()
 def sampling_activations(config: DiTConfig) -> int:
     """The most bytes of a forward pass of two samples, one of them for guidance, with the text that was read."""
-    with torch.device("meta"):
+    with FakeTensorMode():
         network = DiT(config).bfloat16()
         x = torch.empty(2, config.in_channels, config.input_size, config.input_size, dtype=torch.bfloat16)
         text = torch.empty(2, 77, config.text_dim or 1, dtype=torch.bfloat16)
         t = torch.empty(())
-    with Storages([*network.parameters(), x, t, text]) as watch, Kernels(bf16=False, device_type="cuda"):
-        network(x, t, text)
+        with Storages([*network.parameters(), x, t, text]) as watch, patch.object(torch, "aminmax", lambda t: (0, 1)):
+            network(x, t, text)
     return watch.peak
 
 

@@ -17,10 +17,10 @@ from atoll.engines.local import Job, Slot, find_slots, run_jobs
 from atoll.errors import InputError, shown
 from atoll.storage import alone, make_folder, read_json
 from atoll.training.distributed import Distributed
-from atoll.training.dry_run import Grid, PreviewedTask, available, predict_task
+from atoll.training.dry_run import Forecast, PreviewedTask, forecast_of
 from atoll.training.expert import ExpertTask
 from atoll.training.loop import build_task
-from atoll.training.memory import in_words
+from atoll.training.memory import available, in_words
 from atoll.training.router import RouterTask, num_clusters_of
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags, refuse_another
 
@@ -99,19 +99,20 @@ def train_all(
 def _preview(parts: Sequence[Part], data: Path, slots: Sequence[Slot], settings: ExpertSettings) -> list[str]:
     """Returns what would be trained, and the memory it would take."""
     sizes = []
+    forecasts: dict[Any, Forecast] = {}  # networks of the same size take the same
     lines = [f"{'':10} {'objective':16} {'steps':>8} {'batch':>6} {'parameters':>11} {'memory':>9}  first weights"]
-    grids: dict[Any, Grid] = {}
-    base: int | None = None
     for part in parts:
         distributed = Distributed(part.settings)
         task = build_task(partial(part.task, data), distributed.device)
-        prediction = predict_task(task, part.settings, distributed, base, grids)
-        base = prediction.circumstances["base"]
-        sizes.append(prediction.memory.total)
+        config = task.network.config
+        if config not in forecasts:
+            forecasts[config] = forecast_of(task, part.settings, distributed)
+        sizes.append(forecasts[config].memory.total)
+        num_parameters = sum(p.numel() for p in task.network.parameters())
         objective = part.settings.objective if isinstance(part.settings, ExpertSettings) else "clusters"
         lines.append(
             f"{part.name:10} {objective:16} {part.settings.steps:>8} {part.settings.batch:>6} "
-            f"{prediction.num_parameters / 1e6:>10.2f}M {in_words(sizes[-1]):>9}  {part.init or 'random'}"
+            f"{num_parameters / 1e6:>10.2f}M {in_words(sizes[-1]):>9}  {part.init or 'random'}"
         )
     return [*lines, *_together(sizes, slots, settings)]
 

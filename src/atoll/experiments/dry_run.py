@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from atoll.experiments.flops import counting
 from atoll.experiments.reproduce import Recipe
 from atoll.experiments.studies import Part, get_study, parts_of
 from atoll.networks.dit import DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import RouterConfig
-from atoll.training.memory import in_words, inputs_of, micro_batch_of, on_meta, predict
+from atoll.training.memory import in_words, inputs_of, micro_batch_of, network_of, predict
 from atoll.training.settings import ExpertSettings, Settings
 
 # Of each kind of codec and text encoder: channels and pixels per latent; dimensions and tokens.
@@ -56,7 +58,8 @@ def _count(
     """Returns the parameters, the bytes on a GPU, and the FLOPs of one sample's loss and gradient."""
     settings = Settings(batch=micro_batch, checkpointing=checkpointing)
     memory = predict(config, settings, text_length=text_length, device_type="cuda", bf16=True)
-    network, arguments = on_meta(config), inputs_of(config, 1, text_length)
+    with torch.device("meta"):
+        network, arguments = network_of(config), inputs_of(config, 1, text_length)
     with counting() as total:
         result = network(*arguments)
         again = total() if checkpointing else 0  # the forward pass is computed twice
