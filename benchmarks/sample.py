@@ -24,7 +24,7 @@ from atoll.diffusion.solvers import euler, uniform_times
 from atoll.diffusion.transfer import Transfer
 from atoll.networks.dit import TextContext
 from atoll.networks.router import Router, RouterConfig
-from atoll.sampling.ensemble import Ensemble, generate, initial_noise
+from atoll.sampling.ensemble import Ensemble, draw_noise, generate, image_generators
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import Routing, get_routing
 
@@ -92,10 +92,10 @@ def main() -> None:
                 total = total + weights[:, k, None, None, None] * torch.lerp(uncond, cond, SCALE)
             return total
 
-        return euler(velocity, initial_noise(seeds, (CHANNELS, SIZE, SIZE)), times)
+        return euler(velocity, draw_noise(image_generators(seeds), (CHANNELS, SIZE, SIZE)), times)
 
     def router_alone() -> None:
-        x, text = initial_noise(seeds, (CHANNELS, SIZE, SIZE)), router.read_text(inputs.text, inputs.mask)
+        x, text = draw_noise(image_generators(seeds), (CHANNELS, SIZE, SIZE)), router.read_text(inputs.text, inputs.mask)
         for t in times[:-1].float():
             router(x, t, text)
 

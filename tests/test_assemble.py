@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cards import ModelIndex
+from atoll.cards import ExpertCard, ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import Settings as PrepareSettings
+from atoll.data.prepare import PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective, get_objective
@@ -272,14 +272,14 @@ class TestRefused:
 
     def test_another_size(self, data, mine, tmp_path, monkeypatch):
         """The same codec, but pictures twice as wide."""
-        found = module._read_expert
+        read = ExpertCard.read
 
-        def wider(folder: Path) -> tuple:
-            card, objective = found(folder)
+        def wider(folder: Path) -> ExpertCard:
+            card = read(folder)
             space = card.latent_space.model_copy(update={"shape": [12, 8, 8]})
-            return (card.model_copy(update={"latent_space": space}) if folder.name == "expert_1" else card), objective
+            return card.model_copy(update={"latent_space": space}) if folder.name == "expert_1" else card
 
-        monkeypatch.setattr(module, "_read_expert", wider)
+        monkeypatch.setattr(ExpertCard, "read", wider)
         sentence = r"expert_1 does not fit: it takes latents \[12, 8, 8\], not \[12, 4, 4\]"
         self.refused(sentence, tmp_path, [mine], None, data)
 
@@ -482,7 +482,7 @@ class TestIndex:
             ModelIndex.read(run / "expert_0")
 
     def test_neither_a_folder_nor_a_hub_id(self, tmp_path):
-        with pytest.raises(InputError, match="is not a folder: give a folder that `atoll assemble` has made, or a hub"):
+        with pytest.raises(InputError, match="is not a folder: give one that is there, or a hub id"):
             find_model("nowhere")
         with pytest.raises(InputError, match="no folder some/where, and the hub did not give it either"):
             find_model("some/where")

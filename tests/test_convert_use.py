@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.cli.main import main
 from atoll.convert import Options, convert
-from atoll.data.prepare import Settings as PrepareSettings
+from atoll.data.prepare import PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.guidance import Guidance
@@ -22,7 +22,7 @@ from atoll.diffusion.transfer import Transfer
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
-from atoll.sampling.ensemble import Ensemble, generate
+from atoll.sampling.ensemble import Ensemble, Mixture, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.paris import assemble_paris
 from atoll.sampling.pipeline import AtollPipeline
@@ -133,12 +133,12 @@ class TestAsItIs:
         text = torch.randn(4, 6, 64)
         prompts = Prompts.of(text, None, torch.randn(1, 2, 64))
         mixed = Ensemble(velocities, lambda x, t, _: x.new_tensor([[0.0, 1.0]]).expand(len(x), -1))
-        velocity = mixed.mix(prompts, routing=get_routing("full"), guidance=Guidance(scale))
+        velocity = Mixture(mixed, prompts, routing=get_routing("full"), guidance=Guidance(scale))
         x, t = torch.randn(4, *SHAPE), torch.tensor(0.6)
         with torch.no_grad():
             both = velocity(x, t)
             theirs = velocities[1].velocity(x, t)
-            alone = Ensemble(velocities[:1]).mix(prompts, guidance=Guidance(scale))(x, t)
+            alone = Mixture(Ensemble(velocities[:1]), prompts, guidance=Guidance(scale))(x, t)
         w = torch.softmax(torch.tensor([0.0, 1.0]), 0)
         torch.testing.assert_close(both, w[0] * alone + w[1] * theirs, rtol=1e-4, atol=1e-4)
 
@@ -248,7 +248,7 @@ class TestParis:
     def test_parts_that_are_links(self, paris, tmp_path):
         (paris / "expert_1").rename(tmp_path / "elsewhere")
         (paris / "expert_1").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(InputError, match="expert_1 cannot be read .it is a link that leaves its folder"):
+        with pytest.raises(InputError, match="expert_1 cannot be part of a model .it is a link that leaves its folder"):
             assemble_paris(paris, tmp_path / "model")
 
     def test_objectives_of_any_type(self, paris):

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from atoll.cards import ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import Settings as PrepareSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.diffusion.guidance import Guidance
@@ -30,15 +29,15 @@ from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
 from atoll.sampling.assemble import assemble
-from atoll.sampling.ensemble import Ensemble
-from atoll.sampling.expert import FolderExpert, FunctionExpert, VelocityExpert
+from atoll.sampling.ensemble import Ensemble, Mixture
+from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.training import distill as module
 from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import DistillSettings, read_recipe
 from test_assemble import parts
-from test_ensemble import perfect, transfers_of
+from test_ensemble import ClosedForm, perfect, transfers_of
 from test_loop import figures
 from test_training import alone
 
@@ -215,9 +214,7 @@ def task_of_oracle(data: Path, by: str) -> DistillTask:
     experts = []
     for k, transfer in enumerate(transfers_of("exact")[:3]):
         perfect_one = flat(oracle.expert(k, transfer.prediction, transfer.schedule))
-        experts.append(
-            FunctionExpert(lambda x, t, of=perfect_one: of(x, t).reshape(x.shape).to(x.dtype), transfer, shape)
-        )
+        experts.append(ClosedForm(lambda x, t, of=perfect_one: of(x, t).reshape(x.shape).to(x.dtype), transfer, shape))
     ensemble = Ensemble(experts, flat(lambda x, t: oracle.posterior(x, LINEAR(t)).log()))
     task = DistillTask(dataset, QUICK, CPU, Teacher(ensemble, ROUTINGS[by]))
     ORACLES[task] = oracle
@@ -255,8 +252,10 @@ class TestTarget:
         seen = []
         pipe = AtollPipeline.from_pretrained(model)
         x = 0.4 * x0 + 0.6 * drawn[1]
-        prompts = module.Prompts.encode(pipe.text_encoder, Dataset.open(data).texts("caption", rows.tolist()))
-        u = pipe.ensemble.mix(prompts, routing=ROUTINGS["router"], guidance=Guidance(2.0), trace=seen.append)(x, t[0])
+        prompts = module.Prompts.encode(pipe.text_encoder, Dataset.open(data).strings("caption", rows.tolist()))
+        u = Mixture(pipe.ensemble, prompts, routing=ROUTINGS["router"], guidance=Guidance(2.0), trace=seen.append)(
+            x, t[0]
+        )
         torch.testing.assert_close(found, u, rtol=1e-4, atol=1e-4)
         assert float(seen[0].weights.max()) < 0.99  # it is a mixture
 
@@ -537,10 +536,10 @@ class TestBadInput:
         ("arguments", "sentence"),
         [
             (["--teacher", "routr"], "did you mean 'router'"),
-            (["--guidance", "0"], "guidance must be above 0"),
-            (["--guidance", "nan"], "guidance must be above 0"),
-            (["--objective", "ddpm"], "unknown objective of a student"),
-            (["--max-resident", "0"], "max_resident must be a whole number of at least 1"),
+            (["--guidance", "0"], "guidance must be from"),
+            (["--guidance", "nan"], "guidance must be from"),
+            (["--objective", "ddpm"], "unknown objective 'ddpm'"),
+            (["--max-resident", "0"], "max_resident must be from 1 to"),
             (["--student", "huge"], "unknown model size"),
             (["--init", "nowhere"], "nowhere"),
         ],

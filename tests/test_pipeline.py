@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from atoll.cards import ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import Settings as PrepareSettings
+from atoll.data.prepare import PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
@@ -27,7 +27,7 @@ from atoll.plots.charts import draw_trace
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling import pipeline as module
 from atoll.sampling.assemble import assemble
-from atoll.sampling.ensemble import initial_noise
+from atoll.sampling.ensemble import draw_noise, image_generators
 from atoll.sampling.pipeline import AtollPipeline, Samples
 from atoll.sampling.routing import get_routing
 from atoll.sampling.trace import ImageTrace, file_name, read_metadata, write_image
@@ -111,7 +111,8 @@ class TestSeeds:
     def test_the_noise_is_that_of_the_seed(self, pipe):
         seen = []
         latents(pipe, "a", seed=7, num_inference_steps=1000, callback_on_step_end=lambda p, i, t, v: stop(p, v, seen))
-        torch.testing.assert_close(seen[0], initial_noise([7], pipe.ensemble.shape), atol=0.05, rtol=0)
+        noise = draw_noise(image_generators([7]), pipe.ensemble.shape)
+        torch.testing.assert_close(seen[0], noise, atol=0.05, rtol=0)
 
 
 def stop(pipe, values, seen):
@@ -149,7 +150,7 @@ class TestOutput:
             "steps": 4, "guidance": 3, "solver": "heun", "routing": "threshold:0.3", "route_every": 1,
             "confident": None, "conversion": None, "dtype": None,
         }  # fmt: skip
-        assert get_routing(made.settings["routing"]).tau == 0.3
+        assert get_routing(made.settings["routing"]).number == 0.3
         assert pipe("a", seed=0, confident=0.5, **FEW).settings["confident"] == 0.5
 
     @pytest.mark.parametrize(
@@ -200,8 +201,6 @@ class TestCallback:
         early = latents(pipe, "a", seed=0, solver=solver,
                         callback_on_step_end=lambda p, i, t, v: {"latents": fixed} if i == 0 else {})  # fmt: skip
         assert not torch.equal(early, latents(pipe, "a", seed=0, solver=solver))
-        with pytest.raises(InputError, match="the callback gave latents"):
-            latents(pipe, "a", seed=0, callback_on_step_end=lambda p, i, t, v: {"latents": fixed[:, :1]})
 
     def test_it_may_interrupt(self, pipe):
         steps = []
@@ -214,11 +213,6 @@ class TestCallback:
         assert steps == [0, 1]
         assert len(made.images) == len(made.seeds) == len(made.trace) == len(made.prompts) == 2
         assert len(pipe(PROMPTS, seed=0, **FEW).images) == 4  # the next run is whole again
-
-    @pytest.mark.parametrize("answer", [5, [1], {"latents": 5}])
-    def test_it_may_not_give_anything_else(self, pipe, answer):
-        with pytest.raises(InputError, match="the callback must give"):
-            pipe("a", seed=0, callback_on_step_end=lambda *_: answer, **FEW)
 
     def test_it_may_raise(self, pipe):
         def fail(*_):
@@ -350,7 +344,7 @@ class TestFolder:
         assert pipe.to(dtype="float32").dtype == torch.float32
 
     def test_to_where_it_is_changes_nothing(self, model):
-        pipe = AtollPipeline.from_pretrained(model, device=None)
+        pipe = AtollPipeline.from_pretrained(model)
         before = pipe.ensemble
         assert pipe.to("cpu").to().to(torch.device("cpu")).ensemble is before
         assert pipe.to(torch.float16).ensemble is not before
@@ -471,7 +465,7 @@ class TestSpoilt:
     def test_experts_that_were_exchanged(self, mine):
         (mine / "expert_0").rename(mine / "other")
         (mine / "expert_1").rename(mine / "expert_0")
-        with pytest.raises(InputError, match="expert_0 is not the one the model was assembled with"):
+        with pytest.raises(InputError, match="expert_0/config.json is not the file"):
             AtollPipeline.from_pretrained(mine)
         sign(mine)
         with pytest.raises(InputError, match="expert_0 is the expert of cluster 1, not of 0: assemble the model again"):
@@ -482,14 +476,14 @@ class TestSpoilt:
         """It has the same latents, texts and cluster, but is not what was assembled."""
         about = json.loads((mine / part / "config.json").read_text())
         (mine / part / "config.json").write_text(json.dumps(about, indent=1))
-        with pytest.raises(InputError, match=f"{part} is not the one the model was|{part}/config.json is not the file"):
+        with pytest.raises(InputError, match=f"{part}/config.json is not the file"):
             AtollPipeline.from_pretrained(mine)
 
     def test_an_expert_of_another_objective(self, mine):
         shutil.rmtree(mine / "expert_1")
         shutil.copytree(mine / "expert_0", mine / "expert_1")
         edit(mine / "expert_1", "data", "cluster", value=1)
-        with pytest.raises(InputError, match="expert_1 is not the one the model was assembled with"):
+        with pytest.raises(InputError, match="expert_1/config.json is not the file"):
             AtollPipeline.from_pretrained(mine)
 
     @pytest.mark.parametrize(
@@ -529,45 +523,30 @@ class TestMistakes:
         ("prompt", "options", "sentence"),
         [
             ([], {}, "there is no prompt"),
-            (["a", 3], {}, "a prompt must be a text, but one is 3"),
             ("a", {"negative_prompt": ["b", "c"]}, "2 negative prompts for 1 prompt:"),
-            (None, {}, "prompt must be a text or a list of such, but is None"),
-            (5, {}, "prompt must be a text or a list of such, but is 5"),
-            ("a", {"negative_prompt": 5}, "negative_prompt must be a text or a list of such, but is 5"),
-            ("a", {"num_inference_steps": 0}, "number of steps must be a whole number from 1 to 10000, but is 0"),
-            ("a", {"num_inference_steps": 10**20}, "number of steps must be a whole number from 1 to 10000"),
-            ("a", {"num_inference_steps": 2.5}, "number of steps"),
+            ("a", {"num_inference_steps": 0}, "steps must be a whole number from 1 to 10000, but is 0"),
+            ("a", {"num_inference_steps": 10**20}, "steps must be a whole number from 1 to 10000"),
             ("a", {"guidance_scale": float("nan")}, "guidance scale must be a finite number"),
             ("a", {"guidance_scale": -3}, "guidance scale must be a finite number of at least 0, but is -3"),
             ("a", {"guidance_scale": 1e38}, "not finite"),
-            ("a", {"guidance_scale": "2"}, "guidance scale must be a number, but is '2'"),
-            ("a", {"guidance_scale": torch.ones(2)}, "guidance scale must be a number"),
-            ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of at least 1"),
-            ("a", {"batch_size": -1}, "batch_size must be a whole number of at least 1"),
+            ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt must be at least 1"),
+            ("a", {"batch_size": -1}, "batch must be a whole number from 1"),
             ("a", {"routing": "topk:0"}, "the K of topk:K must be a whole number of at least 1"),
             ("a", {"routing": "topk:9"}, "routing topk:9 asks for more than the 3 experts of the model"),
             ("a", {"routing": "best"}, "unknown routing 'best'"),
-            ("a", {"routing": 5}, "unknown routing '5'"),
             ("a", {"routing": "oracle"}, "unknown routing 'oracle': accepted are by_time, full, sample, thr[^']*$"),
-            ("a", {"routing": "threshold:2"}, "the P of threshold:P must lie in"),
+            ("a", {"routing": "threshold:2"}, "threshold:2.0 must lie in"),
             ("a", {"routing": "threshold:x"}, "a number after the colon"),
             ("a", {"routing": "full:1"}, "takes no number"),
             ("a", {"routing": "topk:"}, "a number after the colon"),
             ("a", {"route_every": 0}, "route_every must be a whole number of at least 1"),
             ("a", {"confident": 0}, "confident must lie above 0 and be at most 1, but is 0"),
-            ("a", {"confident": "x"}, "confident must be a number"),
             ("a", {"solver": "eulr"}, "unknown solver 'eulr': did you mean 'euler'"),
             ("a", {"output_type": "jpeg"}, "unknown output type 'jpeg'"),
             ("a", {"seed": -1}, "a seed must be a whole number from 0"),
-            ("a", {"seed": 1.5}, "seed must be a whole number or a list of such, but is 1.5"),
-            ("a", {"seed": "3"}, "seed must be a whole number or a list of such, but is '3'"),
-            ("a", {"seed": [1.5]}, "a seed must be a whole number from 0 to .*, but is 1.5"),
-            ("a", {"generator": 5}, "generator must be a torch.Generator or a list of such, but is 5"),
-            ("a", {"generator": [5]}, "a generator must be a torch.Generator, but one is 5"),
             ("a", {"seed": [1, 2]}, "2 seeds for 1 image:"),
             ("a", {"seed": 1, "generator": torch.Generator()}, "not both"),
-            ("a", {"generator": [torch.Generator()] * 2}, "2 generators for 1 image:"),
-            ("a", {"previews": -1}, "previews must be"),
+            ("a", {"generator": [torch.Generator()] * 2}, "2 seeds for 1 image:"),
         ],
     )
     def test_they_get_a_sentence(self, pipe, prompt, options, sentence):
@@ -581,24 +560,23 @@ class TestMistakes:
             ({"conversion": "magic"}, "unknown conversion 'magic'"),
             ({"device": "gpu"}, "unknown device 'gpu'"),
             ({"device": "cuda:99"}, "there is no cuda:99 here"),
-            ({"max_resident": 1.5}, "max_resident must be a whole number of at least 1, but is 1.5"),
             ({"device": "meta"}, "device 'meta' is not supported: give auto, cpu, cuda or cuda:N"),
             ({"device": "mps"}, "device 'mps' is not supported"),
-            ({"dtype": torch.int8}, "experts run in float32"),
-            ({"dtype": torch.float8_e4m3fn}, "experts run in float32, .* not in float8_e4m3fn"),
+            ({"dtype": torch.int8}, "unknown dtype 'int8': .*accepted are"),
             ({"dtype": "float8"}, "unknown dtype 'float8'"),
-            ({"dtype": 5}, "experts run in float32, .* not in 5"),
         ],
     )
     def test_also_when_it_is_opened(self, model, options, sentence):
         with pytest.raises(InputError, match=sentence):
             AtollPipeline.from_pretrained(model, **options)
 
-    def test_what_is_no_model_and_no_dtype(self, pipe):
-        with pytest.raises(InputError, match="a model is a folder or a hub id, not None"):
-            AtollPipeline.from_pretrained(None)
-        with pytest.raises(InputError, match="there are two dtypes"):
-            pipe.to(torch.float16, torch.float32)
+    @pytest.mark.parametrize(
+        "options",
+        [{"num_inference_steps": 2.5}, {"seed": 1.5}, {"seed": [1.5]}, {"guidance_scale": "2"}, {"route_every": 1.5}],
+    )
+    def test_other_types_are_python_s_own_mistakes(self, pipe, options):
+        with pytest.raises(TypeError):
+            pipe("a", **{**FEW, "seed": 0, **options})
 
     def test_a_long_prompt_is_cut_with_a_warning(self, pipe):
         long = "a very long prompt " * 526

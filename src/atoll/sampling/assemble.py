@@ -9,15 +9,15 @@ MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 
 import os
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from atoll.cards import (
     AGAIN,
+    CONFIG,
     INDEX,
-    MADE,
     MAX_OTHER,
     CodecCard,
     ExpertCard,
@@ -42,24 +42,21 @@ from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.router import Router
-from atoll.networks.stored import CONFIG, WEIGHTS, folder_of, push_folder
-from atoll.sampling.model_card import README, is_ours, write_model_card
+from atoll.networks.stored import WEIGHTS, folder_of, push_folder
+from atoll.sampling.model_card import README, SAMPLES, is_ours, write_model_card
 from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
 ROUTER = "router"
-KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its training state stays where it is
+KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its checkpoints stay where they are
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, README, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
+Parts = Mapping[str, tuple[Path, Sequence[str]]]
+"""Where the files of each part of a model are, and their names."""
+
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
-    """The folder itself, or where the hub's files are kept on this machine."""
-    if not isinstance(folder, str | Path):
-        raise InputError(f"a model is a folder or a hub id, not {shown(folder)}: {MADE}")
-    if Path(folder).is_dir():
-        return Path(folder)
-    if isinstance(folder, Path) or str(folder).count("/") != 1 or str(folder)[0] in "./~" or Path(folder).exists():
-        raise InputError(f"{folder} is not a folder: {MADE}, or a hub id")
+    """Returns the folder itself, or where the hub's files are kept on this machine."""
     return folder_of(folder, revision, PATTERNS)
 
 
@@ -75,7 +72,7 @@ def assemble(
     allow_missing: bool = False,
     without_router: bool = False,
 ) -> ModelIndex:
-    """Check that the parts fit, and make a model folder of them.
+    """Checks that the parts fit, and makes a model folder of them.
 
     A folder with expert_* in it stands for these, and for the router in it; `data` has the codec and the text encoder.
     Without a router several experts stay in the order given, for routing that asks none.
@@ -87,48 +84,45 @@ def assemble(
         raise InputError("there are no experts: give their folders, or one that `atoll train-all` has made")
     source = _find_data(given, data)
     codec = CodecCard.parse(load_codec(source).describe(), str(source / CODEC))
-    texts = TextEncoderCard.parse(load_text_encoder(source).describe(), str(source / TEXT))
-    cards = {folder: _read_expert(folder) for folder in folders}
-    space = LatentSpace(shape=next(iter(cards.values()))[0].latent_space.shape, codec=codec)
-    for folder, (card, _) in cards.items():
-        require_fit(folder, card, space, texts, source)
-    clusters = {folder: card.cluster for folder, (card, _) in cards.items()}
+    text = TextEncoderCard.parse(load_text_encoder(source).describe(), str(source / TEXT))
+    objectives = {folder: _check_expert(folder) for folder in folders}
+    cards = {folder: ExpertCard.read(folder) for folder in folders}
+    space = LatentSpace(shape=cards[folders[0]].latent_space.shape, codec=codec)
+    for folder, card in cards.items():
+        require_fit(folder, card, space, text, source)
+    ordered, router_entry = list[Path | None](cards), None
     place = None if without_router else _find_router(given, router, len(folders))
-    ordered, entry = list[Path | None](cards), None
     if place is not None:
-        network = load_router(place)
-        about = RouterCard.read(place)
-        require_fit(place, about, space, texts, source)
-        entry = RouterEntry(
+        network, router_card = load_router(place), RouterCard.read(place)
+        require_fit(place, router_card, space, text, source)
+        router_entry = RouterEntry(
             folder=ROUTER, model=type(network).__name__, reads_text=network.config.text_dim is not None,
-            temperature=about.temperature,
+            temperature=router_card.temperature,
         )  # fmt: skip
-        ordered = _in_order(clusters, network.config.num_experts, place, allow_missing)
+        ordered = _in_order(cards, network.config.num_experts, place, allow_missing)
+    entries = [
+        None
+        if folder is None
+        else ExpertEntry(
+            folder=f"expert_{k}", cluster=cards[folder].cluster, objective=objectives[folder],
+            license=cards[folder].license or "unknown",
+        )
+        for k, folder in enumerate(ordered)
+    ]  # fmt: skip
 
-    parts: dict[str, tuple[Path, Sequence[str]]] = {}
-    for k, expert in enumerate(ordered):
-        if expert is not None:
-            parts[f"expert_{k}"] = expert, KEPT
+    parts: dict[str, tuple[Path, tuple[str, ...]]]
+    parts = {f"expert_{k}": (folder, KEPT) for k, folder in enumerate(ordered) if folder is not None}
     if place is not None:
         parts[ROUTER] = place, KEPT
     for name in (CODEC, TEXT, TOKENIZER):
         if (source / name).is_dir():
-            parts[name] = _inside(source / name, source), _kept_of(source / name)
-    licenses = {name: _license(cards[folder][0]) for name, (folder, _) in parts.items() if folder in cards}
+            files = [path.name for path in inside(source / name, source).iterdir() if path.suffix in SUFFIXES]
+            parts[name] = source / name, tuple(sorted(files))
     with _staged(Path(out)) as staged:
-        files = {f"{part}/{name}": file_digest(path, staged) for part, name, path in _place_all(parts, staged)}
-        entries: list[ExpertEntry | None] = [
-            None
-            if folder is None
-            else ExpertEntry(
-                folder=f"expert_{k}", cluster=clusters[folder], objective=cards[folder][1],
-                license=_license(cards[folder][0]),
-            )
-            for k, folder in enumerate(ordered)
-        ]  # fmt: skip
         index = ModelIndex(
-            num_experts=len(ordered), experts=entries, router=entry, latent_space=space, text_encoder=texts,
-            license=_joined(licenses), files=files,
+            num_experts=len(ordered), experts=entries, router=router_entry, latent_space=space, text_encoder=text,
+            license=_joined_license([entry for entry in entries if entry is not None]),
+            files={name: file_digest(staged / name, staged) for name in _place_all(parts, staged)},
         )  # fmt: skip
         index.write(staged)
         write_model_card(staged, index)
@@ -136,33 +130,33 @@ def assemble(
 
 
 def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
-    """The same model in another folder."""
-    parts: dict[str, tuple[Path, list[str]]] = {}
+    """Writes the same model to another folder."""
+    parts: dict[str, tuple[Path, tuple[str, ...]]] = {}
     for name in index.files:
-        part, file = Path(name).parts
+        part, file = name.split("/")
         if (folder / part).is_dir():
             if not (folder / name).is_file():
                 raise InputError(f"{folder / name} is missing: {AGAIN}")
-            parts.setdefault(part, (folder / part, []))[1].append(file)
+            parts[part] = folder / part, (*parts.get(part, (folder, ()))[1], file)
     with _staged(Path(out)) as staged:
-        for _ in _place_all(parts, staged):
-            pass
+        _place_all(parts, staged)
         index.write(staged)
         write_model_card(staged, index)
 
 
 def push_model(folder: Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Upload to the Hugging Face hub; returns where it can be seen. Only files that the index names, as it does."""
+    """Uploads the files that the index names, as it does, and the page; returns where they can be seen."""
     index = ModelIndex.read(folder)
     index.verify(folder)
-    if not os.path.lexists(folder / README):
-        write_model_card(folder, index)
-    file_digest(folder / README, folder)  # no link out of the folder, nothing huge
-    return push_folder(folder, [INDEX, README, *index.files], repo_id, private, token)
+    write_model_card(folder, index)
+    page = [name for name in (README, SAMPLES) if os.path.lexists(folder / name)]
+    for name in page:
+        file_digest(folder / name, folder)  # no link out of the folder, nothing huge
+    return push_folder(folder, [INDEX, *page, *index.files], repo_id, private, token)
 
 
 def objective_name(objective: Objective) -> str:
-    """The name it has on the command line, or what it predicts on which schedule."""
+    """Returns the name it has on the command line, or what it predicts on which schedule."""
     names = [name for name, known in OBJECTIVES.items() if known == objective]
     return names[0] if names else f"{objective.prediction}, {objective.schedule}"
 
@@ -170,25 +164,29 @@ def objective_name(objective: Objective) -> str:
 # --- the parts ----------------------------------------------------------------------------------------------------
 
 
+def expert_folders(folder: Path) -> list[Path]:
+    """Returns expert_0, expert_1 ... of a folder, in this order; none may be a link that leaves it."""
+    folders = [path for path in folder.glob("expert_*") if path.is_dir() and path.name[7:].isdecimal()]
+    return [inside(path, folder) for path in sorted(folders, key=lambda path: int(path.name[7:]))]
+
+
 def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
-    """The folder, if it is an expert, or those in it."""
+    """Returns the folder, if it is an expert, or those in it."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: give that of an expert, or one that `atoll train-all` has made")
     if (folder / CONFIG).exists():
         return [folder]
-    inside = [_inside(path, folder) for path in folder.glob("expert_*") if path.is_dir() and path.name[7:].isdecimal()]
-    inside.sort(key=lambda path: int(path.name[7:]))
-    done = [path for path in inside if (path / CONFIG).exists()]
-    unfinished = [path for path in inside if path not in done]
-    if unfinished and not allow_missing:
+    inside = expert_folders(folder)
+    finished = [path for path in inside if (path / CONFIG).exists()]
+    if unfinished := [path for path in inside if path not in finished and not allow_missing]:
         raise InputError(f"{unfinished[0]} has no {CONFIG}: train it to its end, or give --allow-missing")
-    if not done:
+    if not finished:
         raise InputError(f"{folder} has neither {CONFIG} nor expert_0: give the folder of an expert that is trained")
-    return done
+    return finished
 
 
-def _inside(path: Path, root: Path) -> Path:
-    """A part's folder, if it is not a link that leaves `root`."""
+def inside(path: Path, root: Path) -> Path:
+    """Returns a part's folder, if it is not a link that leaves `root`."""
     try:
         real_path(path, root)
     except OSError as error:
@@ -197,15 +195,13 @@ def _inside(path: Path, root: Path) -> Path:
 
 
 def _find_data(given: Sequence[Path], data: str | Path | None) -> Path:
-    """Where codec and text encoder are: in a data set, or in a model that is taken apart."""
-    if data is not None:
-        for name in (CODEC, TEXT):
-            if not (Path(data) / name).is_dir():
-                raise InputError(f"{data} has no {name}: give the data set that the experts were trained on")
-        return Path(data)
-    for folder in given:
-        if all((folder / name).is_dir() for name in (CODEC, TEXT)):
+    """Returns where codec and text encoder are: in a data set, or in a model that is taken apart."""
+    for folder in given if data is None else [Path(data)]:
+        lacking = [name for name in (CODEC, TEXT) if not (folder / name).is_dir()]
+        if not lacking:
             return folder
+        if data is not None:
+            raise InputError(f"{data} has no {lacking[0]}: give the data set that the experts were trained on")
     raise InputError("the model needs a codec and a text encoder: give --data, the data set of the experts")
 
 
@@ -214,51 +210,47 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
         return Path(router)
     for folder in given:
         if (folder / ROUTER / CONFIG).exists():
-            return _inside(folder / ROUTER, folder)
+            return inside(folder / ROUTER, folder)
     if num > 1:
         raise InputError(f"{num} experts need a router: give --router, what `atoll train-router` has made")
     return None
 
 
-def _read_expert(folder: Path) -> tuple[ExpertCard, ObjectiveName]:
-    """Returns its card and its objective, after all of it was read and found whole."""
+def _check_expert(folder: Path) -> ObjectiveName:
+    """Returns an expert's objective, after all of it was read and found whole."""
     kind = read_json(folder / CONFIG, "give the folder of an expert").get("model")
     if kind != DiT.__name__:
         raise InputError(f"{folder} is a {shown(kind)[1:-1]}, not an expert: give it as --router, if it is one")
-    card = ExpertCard.read(folder)
     trained = Expert.load(folder).objective
-    name = ObjectiveName(name=objective_name(trained), prediction=str(trained.prediction), schedule=trained.schedule)
-    return card, name
-
-
-def _license(card: ExpertCard) -> str:
-    return card.license or "unknown"
+    return ObjectiveName(name=objective_name(trained), prediction=str(trained.prediction), schedule=trained.schedule)
 
 
 def load_router(folder: Path) -> Router | CentroidRouter:
-    classes = {"Router": Router, "CentroidRouter": CentroidRouter}
     about = read_json(folder / CONFIG, "give what `atoll train-router` has made, trained to its end")
+    classes = {"Router": Router, "CentroidRouter": CentroidRouter}
     router: Router | CentroidRouter = named(classes, about, folder).from_pretrained(folder)
     return router
 
 
-def _in_order(clusters: Mapping[Path, int | None], num: int, place: Path, allow_missing: bool) -> list[Path | None]:
+def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path, allow_missing: bool) -> list[Path | None]:
     """Returns the experts by their clusters, None where one is missing; the router at `place` knows `num`."""
-    for folder, cluster in clusters.items():
-        if cluster is None and num > 1:
+    by_cluster: dict[int, Path] = {}
+    for folder, card in cards.items():
+        if card.cluster is None and num > 1:
             raise InputError(
                 f"{folder} was trained on all of the data, and the router {place} is for {num} clusters: leave it out"
             )
-        if cluster is not None and not 0 <= cluster < num:
+        cluster = card.cluster or 0
+        if not 0 <= cluster < num:
             raise InputError(
                 f"{folder} is of cluster {cluster}, but the router {place} knows 0 to {num - 1}: leave it out, or give "
                 "the router of its partition"
             )
-    for cluster, count in Counter(clusters.values()).items():
-        if count > 1:
-            both = " and ".join(str(folder) for folder, found in clusters.items() if found == cluster)
-            raise InputError(f"{both} are experts of the same cluster, {cluster}: give one of them")
-    by_cluster = {cluster or 0: folder for folder, cluster in clusters.items()}
+        if cluster in by_cluster:
+            raise InputError(
+                f"{by_cluster[cluster]} and {folder} are experts of the same cluster, {cluster}: give one of them"
+            )
+        by_cluster[cluster] = folder
     missing = [str(k) for k in range(num) if k not in by_cluster]
     if missing and not allow_missing:
         what = f"cluster {missing[0]}" if len(missing) == 1 else f"clusters {', '.join(missing)}"
@@ -266,39 +258,41 @@ def _in_order(clusters: Mapping[Path, int | None], num: int, place: Path, allow_
     return [by_cluster.get(k) for k in range(num)]
 
 
-def _joined(licenses: Mapping[str, str]) -> str:
-    """One licence for all, or each with what is under it."""
-    distinct = sorted(set(licenses.values()))
-    if len(distinct) == 1:
-        return distinct[0]
-    return "; ".join(f"{one} ({', '.join(name for name in licenses if licenses[name] == one)})" for one in distinct)
+def _joined_license(experts: Sequence[ExpertEntry]) -> str:
+    """Returns one licence for all, or each with what is under it."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for expert in experts:
+        names[expert.license or "unknown"].append(expert.folder)
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{license} ({', '.join(names[license])})" for license in sorted(names))
 
 
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _kept_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
-
-
-def _place_all(parts: Mapping[str, tuple[Path, Sequence[str]]], staged: Path) -> Iterator[tuple[str, str, Path]]:
-    """Put the parts' files there, those that each has: (part, name, where it is now)."""
+def _place_all(parts: Parts, staged: Path) -> list[str]:
+    """Puts the files that each part has there; returns them as PART/NAME."""
+    placed = []
     for part, (folder, names) in parts.items():
         (staged / part).mkdir()
         for name in names:
             if os.path.lexists(folder / name):
                 _place(folder / name, staged / part / name)
-                yield part, name, staged / part / name
+                placed.append(f"{part}/{name}")
+    return placed
 
 
 def _place(source: Path, target: Path) -> None:
-    """Weights are linked where the disk allows it, for nothing writes into them; what people may edit is copied."""
+    """Links weights where the disk allows it, for nothing writes into them; copies what people may edit."""
     try:
         with open_regular(source) as file:
-            if source.suffix != ".safetensors":
+            if source.suffix == ".safetensors":
+                with suppress(OSError):  # another disk, or one without links
+                    os.link(real_path(source), target)  # the hub keeps links in its folders: to the file itself
+                    return
+            else:
                 check_size(source, MAX_OTHER)
-            elif _linked(source, target):
-                return
             with target.open("wb") as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
                 copy.flush()
@@ -310,55 +304,40 @@ def _place(source: Path, target: Path) -> None:
     make_readable(target)
 
 
-def _linked(source: Path, target: Path) -> bool:
-    try:
-        os.link(real_path(source), target)  # the hub keeps links in its folders: to the file itself
-    except OSError:  # another disk, or one without links
-        return False
-    return True
-
-
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its place when all is done; one that a killed process left is cleared."""
+    """Yields a folder that takes the place of `out` when all is done; what a killed process left is cleared."""
     out = resolved(out)
-    staged, old = out.with_name(f".{out.name}.tmp"), out.with_name(f".{out.name}.old")
+    place = out.with_name(f".{out.name}.tmp")
+    staged, old = place / "model", place / "old"
     try:
-        staged.mkdir(parents=True, exist_ok=True)
-        with alone(staged):
+        place.mkdir(parents=True, exist_ok=True)
+        with alone(place):
             try:
-                if old.exists() and not out.exists():
-                    old.rename(out)  # killed between the two renames below
                 check_free(out)
-                _clear(staged)
+                for left in (staged, old):
+                    shutil.rmtree(left, ignore_errors=True)
+                staged.mkdir()
                 yield staged
                 if out.exists():
-                    shutil.rmtree(old, ignore_errors=True)
                     out.rename(old)
-                try:
-                    staged.rename(out)
-                except BaseException:
-                    if old.exists():
-                        old.rename(out)
-                    raise
-                shutil.rmtree(old, ignore_errors=True)
-            except BaseException:
-                shutil.rmtree(staged, ignore_errors=True)
-                raise
+                staged.rename(out)
+            finally:
+                if old.exists() and not out.exists():
+                    old.rename(out)
+                shutil.rmtree(place, ignore_errors=True)
     except OSError as error:
         raise InputError(f"cannot write {out} ({reason_of(error)}): free the disk or choose another --out") from error
 
 
 def check_free(out: Path) -> None:
-    """`out` may be replaced if it is an older model, and only that: what else lies in it is not ours to remove."""
-    if not out.exists():
-        return
-    if not out.is_dir():
+    """Refuses to replace anything but an older model: what else lies in its folder is not ours to remove."""
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) if out.is_dir() else []
+    if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file: choose another folder for the model")
-    found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*"))
-    if not found:
+    if not files:
         return
-    if INDEX not in found:
+    if INDEX not in files:
         raise InputError(f"{out} is not empty and not a model: choose another folder, it is left as it is")
     try:
         index = ModelIndex.read(out)
@@ -366,16 +345,8 @@ def check_free(out: Path) -> None:
         raise InputError(
             f"{out} holds a model that is damaged or too old: move it, or choose another folder"
         ) from error
-    ours = {INDEX, *index.files, *(Path(name).parts[0] for name in index.files)}
-    ours |= {README} if README in found and is_ours(out, index) else set()
-    for name in found:
+    ours = {INDEX, SAMPLES, *index.files, *(Path(name).parts[0] for name in index.files)}
+    ours |= {README} if is_ours(out, index) else set()
+    for name in files:
         if name not in ours:
             raise InputError(f"{out} holds {name}, which is not of the model in it: move it, or choose another folder")
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -1,17 +1,18 @@
 """The page that a model shows on the Hugging Face hub: README.md, with the hub's metadata at its head."""
 
 import json
+import os
 from pathlib import Path
 
 from atoll.cards import ExpertCard, ModelIndex
-from atoll.errors import InputError, printable
+from atoll.errors import printable
 from atoll.storage import read_bytes, write_whole
 
-README = "README.md"
+README, SAMPLES = "README.md", "samples.png"
 MAX_README = 1 << 20
 TEXT = """
 # {title}
-
+{samples}
 A text-to-image model of {experts}, each trained in isolation on its own cluster of the data and mixed by a router at
 sampling time, as in [decentralized diffusion models](https://arxiv.org/abs/2603.06741). It was assembled by Atoll.
 
@@ -37,8 +38,8 @@ Hash of the model: `{hash}`.
 """
 
 
-def model_card(folder: Path, index: ModelIndex) -> str:
-    """Returns the page of a model that lies in `folder`."""
+def model_card(folder: Path, index: ModelIndex, samples: bool = False) -> str:
+    """Returns the page of a model that lies in `folder`; with `samples`, it shows the images in samples.png."""
     rows, datasets, bases = [], [], []
     for part in index.experts:
         if part is None or not (folder / part.folder).is_dir():
@@ -66,6 +67,7 @@ def model_card(folder: Path, index: ModelIndex) -> str:
     num = index.num_experts
     text = TEXT.format(
         title="A decentralized diffusion model" if num > 1 else "A diffusion model",
+        samples=f"\n![what it makes]({SAMPLES})\n" if samples else "",
         experts=f"{num} experts" if num > 1 else "one expert",
         rows="\n".join(rows), side=space.shape[1] * space.codec.factor, codec=_cell(space.codec.spec),
         text=_cell(index.text_encoder.spec), license=_cell(index.license), hash=index.hash,
@@ -79,13 +81,16 @@ def _cell(value: object) -> str:
 
 
 def write_model_card(folder: Path, index: ModelIndex) -> None:
-    content = model_card(folder, index)
-    write_whole(folder / README, lambda staged: staged.write_text(content, encoding="utf-8"))
+    """Writes the page, unless people have changed it: then it is theirs."""
+    if is_ours(folder, index) or not os.path.lexists(folder / README):
+        content = model_card(folder, index, (folder / SAMPLES).is_file())
+        write_whole(folder / README, lambda staged: staged.write_text(content, encoding="utf-8"))
 
 
 def is_ours(folder: Path, index: ModelIndex) -> bool:
-    """Whether README.md is as it was written: what people have changed is theirs."""
+    """Returns whether README.md is as it was written."""
     try:
-        return read_bytes(folder / README, MAX_README) == model_card(folder, index).encode()
-    except (OSError, InputError):
+        page = read_bytes(folder / README, MAX_README).decode()
+        return page in (model_card(folder, index, samples) for samples in (False, True))
+    except (OSError, ValueError):
         return False

@@ -11,7 +11,7 @@ from atoll.diffusion.solvers import ddim
 from atoll.errors import unknown
 from atoll.networks.dit import TextContext
 from atoll.networks.expert import Expert
-from atoll.sampling.ensemble import image_generators, noise
+from atoll.sampling.ensemble import draw_noise, image_generators
 from atoll.sampling.expert import Prompts, TextCache
 
 SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
@@ -29,7 +29,7 @@ def generate_native(
     generators = image_generators(seeds)
     weight = network.patch_embed.weight
     config = network.config
-    x = noise(generators, (config.in_channels, config.input_size, config.input_size)).to(weight.device)
+    x = draw_noise(generators, (config.in_channels, config.input_size, config.input_size)).to(weight.device)
     rows = range(len(x))
     texts = TextCache(lambda tokens: network.read_text(tokens.to(weight.device, weight.dtype)), prompts)
 

@@ -12,25 +12,17 @@ from atoll.convert.ledger import Options
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
-from atoll.sampling.assemble import ROUTER, assemble, check_free
-from atoll.storage import real_path, reason_of, resolved
+from atoll.sampling.assemble import ROUTER, assemble, check_free, expert_folders, inside
+from atoll.storage import reason_of, resolved
 
 
 def assemble_paris(folder: str | Path, out: str | Path, options: Options = Options()) -> Sequence[str]:  # noqa: B008
     """Converts one part after the other and assembles a model of them; returns what to print."""
     folder, out = Path(folder), resolved(out)
-    experts = sorted(
-        (path for path in folder.glob("expert_*") if path.name[7:].isdecimal()), key=lambda path: int(path.name[7:])
-    )
-    for name in (ROUTER, "vae", "text_encoder", "tokenizer"):
-        if not experts or not (folder / name).is_dir():
-            lacks = name if experts else "expert_0"
-            raise InputError(f"{folder} has no {lacks}: give a folder with all of Paris, or a part of it --to expert")
-    for path in (*experts, folder / ROUTER):
-        try:
-            real_path(path, folder)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({reason_of(error)}): copy the parts into the folder") from error
+    for name in ("expert_0", ROUTER, "vae", "text_encoder", "tokenizer"):
+        if not (folder / name).is_dir():
+            raise InputError(f"{folder} has no {name}: give a folder with all of Paris, or a part of it --to expert")
+    sources = [*expert_folders(folder), inside(folder / ROUTER, folder)]
     check_free(out)
     notes: dict[str, list[str]] = {}  # and of which parts
     codec, text = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too
@@ -41,7 +33,7 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
             codec.save(parts)
             text.save(parts)
             space = {"text_encoder": text.describe()}
-            for path in tqdm([*experts, folder / ROUTER], unit=" parts", disable=None, leave=False):
+            for path in tqdm(sources, unit=" parts", disable=None, leave=False):
                 is_router = path.name == ROUTER
                 converted = convert(path, replace(options, objective=None) if is_router else options)
                 for note in converted.notes:

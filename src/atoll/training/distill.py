@@ -27,7 +27,7 @@ from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
 from atoll.sampling.assemble import find_model
-from atoll.sampling.ensemble import Ensemble
+from atoll.sampling.ensemble import Ensemble, Mixture
 from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import Routing
@@ -42,7 +42,7 @@ ROUTINGS = {
     "label": Routing("oracle"),
     "router": Routing("full"),
     "top1": Routing("top1"),
-    "top2": Routing("topk", k=2),
+    "top2": Routing("topk", 2),
 }
 
 
@@ -103,7 +103,7 @@ class Teacher:
     ) -> Tensor:
         """dx/dt at canonical (x, t), guided away from the `null` text; `experts`[B] teach by label."""
         prompts = None if text is None else Prompts.of(*text, *(null or ()))
-        mixture = self.ensemble.mix(prompts, routing=self.routing, guidance=self.guidance, labels=experts)
+        mixture = Mixture(self.ensemble, prompts, routing=self.routing, guidance=self.guidance, labels=experts)
         device = x.device.type
         # Casts of weights that may leave memory are not worth keeping.
         with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
