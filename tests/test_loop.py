@@ -16,7 +16,7 @@ from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.tensors import TensorFile
 from atoll.training import checkpoint
-from atoll.training.batches import Order, mixed_seed, seeded
+from atoll.training.batches import mixed_seed, rows_of_step, seeded
 from atoll.training.loop import train
 from atoll.training.metrics_log import MetricsLog, read_metrics
 from atoll.training.settings import Settings
@@ -149,20 +149,18 @@ class TestRun:
 
 class TestOrder:
     def test_every_epoch_has_each_row_once(self):
-        order = Order(20, 8)
-        seen = np.concatenate([order.rows("0", step) for step in range(5)])
+        seen = np.concatenate([rows_of_step(20, 8, "0", step) for step in range(5)])
         assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
         assert list(seen[:20]) != list(seen[20:])
 
     def test_it_depends_on_seed_and_step_alone(self):
-        forwards, again = Order(20, 8), Order(20, 8)
-        steps = [forwards.rows("0", step) for step in range(9)]
+        steps = [rows_of_step(20, 8, "0", step) for step in range(9)]
         for step in (8, 3, 5, 0):
-            assert np.array_equal(again.rows("0", step), steps[step])
-        assert not np.array_equal(again.rows("1", 0), steps[0])
+            assert np.array_equal(rows_of_step(20, 8, "0", step), steps[step])
+        assert not np.array_equal(rows_of_step(20, 8, "1", 0), steps[0])
 
     def test_a_batch_may_be_larger_than_the_data(self):
-        assert np.array_equal(np.bincount(Order(3, 9).rows("0", 0)), [3, 3, 3])
+        assert np.array_equal(np.bincount(rows_of_step(3, 9, "0", 0)), [3, 3, 3])
 
     def test_seeds_do_not_meet(self):
         assert len({mixed_seed("step", seed, step) for seed in range(30) for step in range(30)}) == 900
@@ -214,11 +212,7 @@ class TestResume:
         """Its rates depend on how many steps it has: longer, it would be another run from its first step on."""
         cosine = replace(TOY, lr_schedule="cosine")
         run(tmp_path / "a", cosine)
-        sentence = (
-            r"was begun with 12 steps of cosine decay, whose rate at a step depends on their number, so it cannot be "
-            r"resumed with 20: give the same --steps, or another --out, with --init .*a to begin from its weights$"
-        )
-        with pytest.raises(InputError, match=sentence):
+        with pytest.raises(InputError, match=r"begun with 12 steps of cosine decay, .* give the same --steps"):
             run(tmp_path / "a", replace(cosine, steps=20))
         toy, _ = run(tmp_path / "a", cosine)
         assert toy.calls == 0
@@ -340,9 +334,8 @@ class TestStrangers:
             ({"progress": "[" * 10**5}, "damaged"),
             ({"progress": '{"step": 1000000000}'}, "is of step 1000000000"),
             ({"progress": '{"step": 4, "loss_sum": NaN}'}, "NaN"),
-            ({"progress": '{"step": 4, "updates": -1}'}, "must not be negative"),
             ({"progress": '{"step": 4, "\\u001b[2J": 1}'}, "unknown key"),
-            ({"format": "\x1b]0;x\x07" * 1000}, "has format"),
+            ({"format": "\x1b]0;x\x07" * 1000}, "its format is"),
         ],
     )
     def test_the_progress_in_a_checkpoint(self, begun, changes, sentence):
@@ -362,7 +355,7 @@ class TestStrangers:
             tensors, about = file.read(), file.metadata
         save_file({name: tensor.double() for name, tensor in tensors.items()}, path, about)
         (begun / "state" / "000000000.safetensors").unlink()
-        with pytest.raises(InputError, match=r"is F64 .*, not torch.float32"):
+        with pytest.raises(InputError, match="is of another network"):
             run(begun)
 
     def test_metrics_without_end(self, begun):
@@ -423,7 +416,7 @@ class TestTrouble:
 
         run(tmp_path / "a", fault=bad_then_stop)
         assert [int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")] == [4, 7]
-        assert not checkpoint.was_good(tmp_path / "a" / "state" / "000000007.safetensors")
+        assert checkpoint.find_good(tmp_path / "a" / "state", 5) == tmp_path / "a" / "state" / "000000004.safetensors"
         toy, _ = run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call <= 3 else 1))
         assert toy.finished == 1
         lines = read_metrics(tmp_path / "a")
@@ -506,7 +499,7 @@ class TestSettings:
     def test_devices(self):
         with pytest.raises(InputError, match="unknown device 'gpu'"):
             _ = Settings(device="gpu").torch_device
-        with pytest.raises(InputError, match="not one to train on"):
+        with pytest.raises(InputError, match="not supported"):
             _ = Settings(device="meta").torch_device
         if not torch.cuda.is_available():
             with pytest.raises(InputError, match="there is no cuda here"):

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll.cli.main import VERBS, main
-from atoll.data.prepare import Settings as PrepareSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.diffusion.schedules import LINEAR
@@ -451,11 +450,11 @@ class TestCommand:
             (["--cluster", "x"], "--cluster must be a number or all"),
             (["--cluster", "0", "--objective", "fmm"], "unknown objective 'fmm': did you mean 'fm'"),
             (["--cluster", "0", "--model", "huge"], "unknown model size 'huge'"),
-            (["--cluster", "0", "--steps", "0"], "steps must be a whole number of at least 1"),
+            (["--cluster", "0", "--steps", "0"], "steps must be from 1 to 1e+09, but is 0"),
             (["--cluster", "0", "--schedule", "lin"], "unknown schedule 'lin'"),
             (["--cluster", "0", "--model", "xs/3"], "input_size 4 is not a multiple of patch_size 3"),
             (["--cluster", "0", "--init", "nowhere"], "nowhere"),
-            (["--cluster", "0", "--lr", "nan"], "lr must be above 0 and finite"),
+            (["--cluster", "0", "--lr", "nan"], "lr must be from 1e-12 to 1e+12, but is nan"),
         ],
     )
     def test_mistakes_get_one_sentence(self, data, tmp_path, capsys, arguments, sentence):
@@ -542,8 +541,8 @@ class TestCommand:
         with pytest.raises(SystemExit):
             main(["train", "data", "--out", "run", "--recipe", "recipes/laptop.toml"])
         assert (
-            "there is no recipe 'recipes/laptop.toml': did you mean 'laptop'? give the path of a TOML file, or one of "
-            "those that come with atoll: laptop, paper, reproduce, reproduce_paper" in capsys.readouterr().err
+            "unknown recipe 'recipes/laptop.toml': accepted are laptop, paper, reproduce, reproduce_paper, the path of "
+            "a TOML file" in capsys.readouterr().err
         )
 
     @pytest.mark.parametrize(
@@ -552,7 +551,7 @@ class TestCommand:
             (os.mkfifo, "it is a FIFO"),
             (lambda path: path.touch() or os.truncate(path, 1 << 40), "it is larger than"),
             (lambda path: path.write_text("a = " + "[" * 20_000), "cannot read the recipe"),
-            (lambda path: path.write_text("steps = " + "9" * 4000), "steps must be at most"),
+            (lambda path: path.write_text("steps = " + "9" * 4000), "steps must be from 1 to"),
             (lambda path: path.write_text('"\\u001b[2J" = 1'), "unknown key"),
             (lambda path: path.write_text(".".join("a" * 20_000) + " = 1"), "unknown key"),
         ],

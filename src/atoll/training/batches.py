@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,58 +27,40 @@ def seeded(*parts: object) -> Iterator[None]:
         yield
 
 
-class Order:
-    """Which rows each step trains on: every epoch a new permutation, a function of (seed, epoch)."""
+def rows_of_step(num_rows: int, batch: int, seed: str, step: int) -> NDArray[np.int64]:
+    """Returns which rows a step trains on: every epoch has a new permutation, a function of (seed, epoch)."""
+    epochs, places = np.divmod(np.arange(step * batch, (step + 1) * batch), num_rows)
+    return np.concatenate(
+        [_permutation(num_rows, seed, epoch)[places[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
+    )
 
-    def __init__(self, num_rows: int, batch: int) -> None:
-        self.num_rows, self.batch = num_rows, batch
-        self._epochs: dict[tuple[str, int], NDArray[np.int64]] = {}
 
-    def rows(self, seed: str, step: int) -> NDArray[np.int64]:
-        positions = np.arange(step * self.batch, (step + 1) * self.batch)
-        epochs = positions // self.num_rows
-        rows = np.empty(self.batch, np.int64)
-        for epoch in range(epochs[0], epochs[-1] + 1):
-            rows[epochs == epoch] = self._epoch(seed, epoch)[positions[epochs == epoch] % self.num_rows]
-        return rows
-
-    def _epoch(self, seed: str, epoch: int) -> NDArray[np.int64]:
-        if (seed, epoch) not in self._epochs:
-            while len(self._epochs) > 1:  # 11 million rows are 88 MB
-                self._epochs.pop(next(iter(self._epochs)))
-            rng = np.random.default_rng(mixed_seed("order", seed, epoch))
-            self._epochs[seed, epoch] = rng.permutation(self.num_rows)
-        return self._epochs[seed, epoch]
+@lru_cache(2)  # 11 million rows are 88 MB
+def _permutation(num_rows: int, seed: str, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng(mixed_seed("order", seed, epoch)).permutation(num_rows)
 
 
 class Batches:
     """Reads the batch of a step, this process's slice of it, while the step before is trained on."""
 
     def __init__(self, task: Task, batch: int, seed: int, share: slice) -> None:
-        self.task, self.seed, self.share = task, seed, share
-        self.order = Order(task.num_rows, batch)
+        self.task, self.batch, self.seed, self.share = task, batch, seed, share
         self._reader = ThreadPoolExecutor(1, "batches")
-        self._next: tuple[tuple[int, int], Future[tuple[Tensors, Tensors]]] | None = None
+        self._ahead: dict[tuple[int, int], Future[tuple[Tensors, Tensors]]] = {}
 
     def get(self, step: int, rollbacks: int = 0) -> tuple[Tensors, Tensors]:
         """Returns rows of the data and random numbers; after a rollback, others than before it."""
-        if self._next is None or self._next[0] != (step, rollbacks):
-            self._next = self._submit(step, rollbacks)
-        batch = self._next[1].result()
-        self._next = self._submit(step + 1, rollbacks)
+        current = self._ahead.get((step, rollbacks)) or self._reader.submit(self._read, step, rollbacks)
+        batch = current.result()
+        self._ahead = {(step + 1, rollbacks): self._reader.submit(self._read, step + 1, rollbacks)}
         return batch
 
-    def _submit(self, step: int, rollbacks: int) -> tuple[tuple[int, int], Future[tuple[Tensors, Tensors]]]:
-        return (step, rollbacks), self._reader.submit(self._read, step, f"{self.seed}.{rollbacks}")
-
-    def _read(self, step: int, seed: str) -> tuple[Tensors, Tensors]:
-        rows = self.order.rows(seed, step)
+    def _read(self, step: int, rollbacks: int) -> tuple[Tensors, Tensors]:
+        seed = f"{self.seed}.{rollbacks}"
+        rows = rows_of_step(self.task.num_rows, self.batch, seed, step)
         generator = torch.Generator().manual_seed(mixed_seed("step", seed, step))
         drawn = self.task.draw(len(rows), generator)
         return self.task.read(rows[self.share]), tuple(tensor[self.share] for tensor in drawn)
 
-    def __enter__(self) -> "Batches":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)

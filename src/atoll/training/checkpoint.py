@@ -5,7 +5,6 @@ checkpoint is one safetensors file, so it is there whole or not at all.
 """
 
 import json
-import math
 import os
 import re
 import sys
@@ -46,11 +45,6 @@ class Progress:
     num_summed: int = 0
     seconds_summed: float = 0.0  # of the steps alone
     seconds: float = 0.0  # of everything
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and not 0 <= value < math.inf:
-                raise InputError(f"{name} must not be negative, but is {shown(value)}")
 
     def count(self, loss: float, norm: float) -> None:
         """Counts an update."""
@@ -133,23 +127,12 @@ def saved(folder: Path) -> list[Path]:
 def save(
     folder: Path, tensors: Mapping[str, Tensor], progress: Progress, keep_last: int, keep_every: int | None
 ) -> None:
-    """Writes a checkpoint, and removes those that need not be kept."""
+    """Writes a checkpoint; removes those that need not be kept, and what a process killed while it wrote has left."""
     values = asdict(progress)
-    about = {
-        "format": str(FORMAT),
-        "progress": json.dumps(values, allow_nan=False),
-        "sha256": fingerprint(tensors, values),
-    }
-    write_whole(path_of(folder, progress.step), lambda staged: save_file(dict(tensors), staged, about))
-    for path in saved(folder)[:-keep_last]:
-        if keep_every is None or int(path.stem) % keep_every:
-            with suppress(OSError):
-                path.unlink()
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes what a process that was killed while it wrote has left."""
-    for path in folder.glob(".*.safetensors.tmp"):
+    metadata = {"format": str(FORMAT), "progress": json.dumps(values), "sha256": fingerprint(tensors, values)}
+    write_whole(path_of(folder, progress.step), lambda staged: save_file(dict(tensors), staged, metadata))
+    old = [path for path in saved(folder)[:-keep_last] if keep_every is None or int(path.stem) % keep_every]
+    for path in (*old, *folder.glob(".*.safetensors.tmp")):
         with suppress(OSError):
             path.unlink()
 
@@ -160,18 +143,13 @@ def remove_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def was_good(path: Path) -> bool:
-    """Returns whether a checkpoint was saved while all went well."""
-    try:
-        with TensorFile(path, ADVICE) as file:
-            return progress_in(file).bad_in_a_row == 0
-    except InputError:
-        return False
-
-
 def find_good(folder: Path, first_bad: int) -> Path | None:
-    """Returns the checkpoint to go back to when steps from `first_bad` on have failed."""
-    good = [path for path in saved(folder) if was_good(path)]
+    """Returns the checkpoint to go back to when steps from `first_bad` on have failed: saved while all went well."""
+    good = []
+    for path in saved(folder):
+        with suppress(InputError), TensorFile(path, ADVICE) as file:
+            if read_progress(file).bad_in_a_row == 0:
+                good.append(path)
     if len(good) > 1 and int(good[-1].stem) == first_bad:
         good.pop()  # what fails at once was broken when it was saved
     return good[-1] if good else None
@@ -190,33 +168,26 @@ def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
     return None
 
 
-def progress_in(file: TensorFile) -> Progress:
-    version = file.metadata.get("format")
-    if version != str(FORMAT):
-        raise InputError(f"{file.path} has format {shown(version)}, and this version of atoll reads {FORMAT}")
+def read_progress(file: TensorFile) -> Progress:
     try:
-        values = parse_json(file.metadata.get("progress", "").encode())
-    except ValueError as error:
-        raise InputError(f"the checkpoint {file.path} is damaged ({reason_of(error)})") from error
-    progress = build(Progress, values, f"the progress in {file.path}")
-    if path_of(file.path.parent, progress.step) != file.path:
-        raise InputError(f"the checkpoint {file.path} is damaged (it is of step {progress.step})")
+        if file.metadata["format"] != str(FORMAT):
+            raise ValueError(f"its format is {shown(file.metadata['format'])}, not {FORMAT}")
+        progress = build(Progress, parse_json(file.metadata["progress"].encode()), "its progress")
+        if path_of(file.path.parent, progress.step) != file.path:
+            raise ValueError(f"it is of step {progress.step}")
+    except (KeyError, ValueError) as error:
+        raise InputError(f"the checkpoint {file.path} is damaged or of another version ({reason_of(error)})") from error
     return progress
 
 
 def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
     """Copies a checkpoint's tensors, one at a time, into those of a run, which keep their places in memory."""
     with TensorFile(path, ADVICE) as file:
-        progress = progress_in(file)
-        for name in sorted(file.entries.keys() ^ into.keys()):
-            fault = "has" if name in file.entries else "lacks"
-            raise InputError(f"{path} {fault} {shown(name)}: it is of another network")
-        for name, tensor in into.items():
-            entry = file.entries[name]
-            if entry.shape != tensor.shape or DTYPES[entry.dtype] != tensor.dtype:
-                raise InputError(
-                    f"{name} in {path} is {entry.dtype} {list(entry.shape)}, not {tensor.dtype} {list(tensor.shape)}"
-                )
+        progress = read_progress(file)
+        theirs = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in file.entries.items()}
+        ours = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}
+        for name, _ in sorted(theirs.items() ^ ours.items(), key=str):
+            raise InputError(f"{path} is of another network: they differ in {shown(name)}")
         for name, tensor in into.items():
             tensor.copy_(file.read([name])[name])
         expected = file.metadata.get("sha256")  # None: it was written before checkpoints had one

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -100,7 +101,7 @@ def _probe(task: PreviewedTask, settings: Settings, distributed: Distributed, gr
     """Measures the time that a few steps take; nothing is written."""
     learner, seconds = Learner(task, settings, distributed), []
     try:
-        with Batches(task, settings.batch, settings.seed, distributed.share) as batches:
+        with closing(Batches(task, settings.batch, settings.seed, distributed.share)) as batches:
             for step in range(PROBED):
                 start = time.perf_counter()
                 learner.backward(*batches.get(step)).tolist()

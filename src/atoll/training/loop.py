@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -66,7 +66,6 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         learner.set_updates(progress.updates)
         distributed.barrier()  # all have read before the first writes
         if is_main:
-            checkpoint.remove_unfinished(checkpoints)
             checkpoint.write_run(folder, {**about, "complete": False})
 
         def save() -> None:
@@ -81,8 +80,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         stop = False
         with (
             stop_signals(interruptible=True) as signals,
-            Batches(task, settings.batch, settings.seed, distributed.share) as batches,
-            MetricsLog(folder, progress.step, enabled=is_main) as log,
+            closing(Batches(task, settings.batch, settings.seed, distributed.share)) as batches,
+            closing(MetricsLog(folder, progress.step, enabled=is_main)) as log,
             tqdm(
                 total=settings.steps,
                 initial=progress.step,

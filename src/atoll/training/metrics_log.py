@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,40 +11,44 @@ import numpy as np
 from PIL import Image
 
 from atoll.errors import InputError
-from atoll.storage import parse_json, read_bytes, reason_of, write_whole
+from atoll.storage import open_regular, parse_json, read_bytes, reason_of, write_whole
 
 NAME = "metrics.jsonl"
 MAX_METRICS = 1 << 28  # bytes; a million lines have 200 MB
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a run, without one that is cut short."""
+def read_metrics(folder: Path, tail: int | None = None) -> list[dict[str, Any]]:
+    """Returns the lines of a run, or those in the last `tail` bytes; half a line that a crash left is left out."""
+    path = folder / NAME
     try:
-        lines = read_bytes(folder / NAME, MAX_METRICS).splitlines()
+        content = read_bytes(path, MAX_METRICS) if tail is None else read_tail(path, tail)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError(
-            f"cannot read {folder / NAME} ({reason_of(error)}): remove it, or choose another --out"
-        ) from error
-    metrics = []
-    for line in lines:
-        try:
-            values = parse_json(line)
-        except ValueError:
-            break
-        if not isinstance(values, dict) or type(values.get("step")) is not int:
-            break
-        metrics.append(values)
-    return metrics
+        raise InputError(f"cannot read {path} ({reason_of(error)}): remove it, or choose another --out") from error
+    return [values for line in content.split(b"\n")[:-1] if (values := _parse(line))]
+
+
+def read_tail(path: Path, size: int, start: int = 0) -> bytes:
+    """Returns the last `size` bytes of a file, none before `start`."""
+    with open_regular(path) as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - size))
+        return file.read(size)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = parse_json(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and type(values.get("step")) is int else None
 
 
 class MetricsLog:
     """Appends to metrics.jsonl, each line whole. Processes that write no files have one that is not enabled."""
 
     def __init__(self, folder: Path, step: int, enabled: bool = True) -> None:
-        self.folder, self.enabled = folder, enabled
-        self.path = folder / NAME
+        self.folder, self.enabled, self.path = folder, enabled, folder / NAME
         self.board: Any = None
         if enabled:
             self.rewind(step)
@@ -51,10 +56,13 @@ class MetricsLog:
     def rewind(self, step: int) -> None:
         """Forgets lines beyond a step, which will be trained again."""
         self.close()
-        content = "".join(_line(line) for line in read_metrics(self.folder) if line["step"] <= step).encode()
-        if not self.path.exists() or read_bytes(self.path, MAX_METRICS) != content:
-            write_whole(self.path, lambda staged: staged.write_bytes(content))
-        self.board = _tensorboard(self.folder, step)
+        lines = "".join(_line(values) for values in read_metrics(self.folder) if values["step"] <= step)
+        write_whole(self.path, lambda staged: staged.write_text(lines))
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, values: Mapping[str, Any]) -> None:
         if not self.enabled:
@@ -80,12 +88,6 @@ class MetricsLog:
         if self.board is not None:
             self.board.close()
 
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
 
 def _line(values: Mapping[str, Any]) -> str:
     return json.dumps({name: _finite(value) for name, value in values.items()}, allow_nan=False) + "\n"
@@ -96,11 +98,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

@@ -2,10 +2,10 @@
 
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 
 import tyro
 
@@ -18,13 +18,16 @@ if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait
 
     from atoll.diffusion.objective import Objective
 
-PRECISIONS = ("auto", "fp32", "bf16")
-LR_SCHEDULES = ("constant", "cosine")
 TEACHERS = ("label", "router", "top1", "top2")
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
-LEAST = dict.fromkeys(("steps", "batch", "threads", "log_every", "save_every", "eval_every", "keep_last"), 1)
-LEAST |= {"micro_batch": 1, "keep_every": 1, "max_resident": 1, "sample_every": 0, "seed": 0, "warmup": 0}
-LARGEST = 1e30  # of numbers that may be as large as one likes: whole numbers beyond 1e308 are no floats
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("steps", "log_every", "save_every", "eval_every", "keep_last", "keep_every"), (1, 10**9)),
+    **dict.fromkeys(("batch", "micro_batch", "max_resident"), (1, 2**20)),
+    **dict.fromkeys(("sample_every", "warmup"), (0, 10**9)),
+    **dict.fromkeys(("lr", "clip", "guidance"), (1e-12, 1e12)),
+    **dict.fromkeys(("ema", "text_dropout"), (0, 1)),
+    **{"beta2": (0, 0.999999), "weight_decay": (0, 10), "threads": (1, 1024), "seed": (0, 2**63)},
+}
 MAX_RECIPE = 1 << 16  # bytes
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Where those that come with atoll are."""
@@ -83,26 +86,19 @@ class Settings:
     keep_every: int | None = None
     """Also keep the checkpoints of steps that this divides."""
 
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {
+        "lr_schedule": ("constant", "cosine"),
+        "precision": ("auto", "fp32", "bf16"),
+    }
+
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            if (value := getattr(self, name, None)) is not None and (type(value) is not int or value < least):
-                raise InputError(f"{name} must be a whole number of at least {least}, but is {shown(value)}")
-        for name, most in (("steps", 10**9), ("batch", 2**20), ("threads", 1024)):
-            if getattr(self, name) > most:
-                raise InputError(f"{name} must be at most {most}, but is {shown(getattr(self, name))}")
-        for name, low, high in (("weight_decay", 0, 10), ("beta2", 0, 1), ("ema", 0, 1), ("text_dropout", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name} must lie in [{low}, {high}], but is {shown(getattr(self, name))}")
-        if self.beta2 == 1:
-            raise InputError("beta2 must be below 1: 0.99 and 0.999 are usual")
-        for name in ("lr", "clip"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < LARGEST:
-                raise InputError(f"{name} must be above 0 and finite, but is {shown(value)}")
-        if self.lr_schedule not in LR_SCHEDULES:
-            raise unknown("lr_schedule", self.lr_schedule, LR_SCHEDULES)
-        if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name, None)
+            if value is not None and not low <= value <= high:
+                raise InputError(f"{name} must be from {low:g} to {high:g}, but is {shown(value)}")
+        for name, accepted in self.choices.items():
+            if getattr(self, name) not in accepted:
+                raise unknown(name, getattr(self, name), accepted)
 
     def lr_at(self, step: int, width: int) -> float:
         """Returns the learning rate of the update after `step` of them."""
@@ -124,19 +120,9 @@ class Settings:
 
     @property
     def torch_device(self) -> "torch.device":
-        import torch
+        from atoll.sampling.pipeline import get_device
 
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise InputError(f"unknown device {self.device!r}: give auto, cpu, cuda or cuda:N") from error
-        if device.type not in ("cpu", "cuda"):
-            raise InputError(f"device {self.device!r} is not one to train on: give auto, cpu, cuda or cuda:N")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise InputError(f"there is no {self.device} here: use --device cpu, or auto")
-        return device
+        return get_device(self.device)
 
     @property
     def uses_bf16(self) -> bool:
@@ -190,14 +176,7 @@ class DistillSettings(Settings):
     max_resident: int | None = None
     """How many experts of the teacher may be in memory at a time; all by default."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.objective not in ("fm", "fm-logit-normal"):
-            raise unknown("objective of a student", self.objective, ("fm", "fm-logit-normal"))
-        if self.teacher not in TEACHERS:
-            raise unknown("teacher", self.teacher, TEACHERS)
-        if not 0 < self.guidance < LARGEST:
-            raise InputError(f"guidance must be above 0 and finite, but is {shown(self.guidance)}")
+    choices: ClassVar = {**Settings.choices, "objective": ("fm", "fm-logit-normal"), "teacher": TEACHERS}
 
     @property
     def resolved_objective(self) -> "Objective":
@@ -206,11 +185,9 @@ class DistillSettings(Settings):
         return get_objective(self.objective)
 
 
-MAY_CHANGE = frozenset(
-    (
-        *("steps", "device", "threads", "micro_batch", "checkpointing", "compile", "max_resident"),
-        *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
-    )
+MAY_CHANGE = (
+    *("steps", "device", "threads", "micro_batch", "checkpointing", "compile", "max_resident"),
+    *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
 )
 """What may differ when a run is resumed, steps only at a constant rate; all else would make it another run.
 Micro-batches round otherwise, no more."""
@@ -229,56 +206,47 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
-def find_recipe(given: str | Path) -> Path:
-    """Returns the file of a recipe: by the name of one that comes with atoll, or by its path."""
-    names, path = recipe_names(), Path(given)
-    if str(given) in names:
-        return resolved(RECIPES / f"{given}.toml")
-    if path.exists():
-        return resolved(path)  # a link is followed, for the user has named it
-    hint = f"did you mean {path.stem!r}? " if path.stem in names else ""
-    raise InputError(
-        f"there is no recipe {shown(str(given))}: {hint}give the path of a TOML file, or one of those that come with "
-        f"atoll: {', '.join(names)}"
-    )
-
-
 def read_recipe(given: str | Path, cls: type[S]) -> S:
     """Returns the settings in a recipe: of its table [expert], [router] or [student], and the keys above, for all."""
     return read_settings(read_toml(given), cls, str(given))
 
 
 def read_toml(given: str | Path) -> dict[str, Any]:
-    path = find_recipe(given)
+    """Returns what a recipe holds: one that comes with atoll, by its name, or any other by its path."""
+    names = recipe_names()
+    path = RECIPES / f"{given}.toml" if str(given) in names else Path(given)
+    if not path.exists():
+        raise unknown("recipe", given, [*names, "the path of a TOML file"])
     try:
-        return tomllib.loads(read_bytes(path, MAX_RECIPE).decode("utf-8"))
+        content = read_bytes(resolved(path), MAX_RECIPE)  # a link is followed, for the user has named it
+        return tomllib.loads(content.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the recipe {path} ({reason_of(error)}): give a TOML file") from error
 
 
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
-    """Returns the settings in what a recipe holds; `where` names it in messages."""
-    tables: dict[str, dict[str, Any]] = {name: content.get(name, {}) for name in TABLES}
-    shared = {name: value for name, value in content.items() if name not in tables and name not in OTHER_TABLES}
+    """Returns the settings in what a recipe holds; `where` names it in messages. All its tables are checked."""
+    shared = {name: value for name, value in content.items() if name not in (*TABLES, *OTHER_TABLES)}
+    found = {}
     for name, known in TABLES.items():
-        if not isinstance(tables[name], dict):
+        table = content.get(name, {})
+        if not isinstance(table, dict):
             raise InputError(f"{name} in {where} must be a table: write [{name}]")
-        build(known, {**shared, **tables[name]}, f"[{name}] of {where}")  # a wrong key is found, whoever reads
-    table = next(name for name, known in TABLES.items() if known is cls)
-    return build(cls, {**shared, **tables[table]}, f"[{table}] of {where}")
+        found[known] = build(known, {**shared, **table}, f"[{name}] of {where}")
+    return cast(S, found[cls])
 
 
 def as_flags(settings: Settings, usual: Settings | None = None) -> list[str]:
     """Returns the settings as they are written on a command line, without those that are as in `usual`."""
     flags = []
-    for f in fields(settings):
-        value, name = getattr(settings, f.name), f.name.replace("_", "-")
-        if usual is not None and value == getattr(usual, f.name):
+    for name, value in asdict(settings).items():
+        flag = name.replace("_", "-")
+        if value is None or (usual is not None and value == getattr(usual, name)):
             continue
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            flags += [f"--{name}", str(value)]
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
     return flags
 
 
@@ -288,16 +256,13 @@ def refuse_another(folder: Path, before: object, now: Settings) -> None:
         raise InputError(f"{folder} was begun with settings that cannot be read: choose another --out")
     for f in fields(now):
         old, new = before.get(f.name), getattr(now, f.name)
-        if f.name in MAY_CHANGE or old == new:
-            continue
-        raise InputError(
-            f"{folder} was begun with {f.name} {shown(old)}, not {shown(new)}: "
-            "rerun the same command to resume, or choose another --out"
-        )
+        if f.name not in MAY_CHANGE and old != new:
+            raise InputError(
+                f"{folder} was begun with {f.name} {shown(old)}, not {shown(new)}: "
+                "rerun the same command to resume, or choose another --out"
+            )
     if now.lr_schedule != "constant" and before.get("steps") != now.steps:
-        weights = "" if isinstance(now, RouterSettings) else f", with --init {folder} to begin from its weights"
         raise InputError(
-            f"{folder} was begun with {shown(before.get('steps'))} steps of {now.lr_schedule} decay, whose rate at a "
-            f"step depends on their number, so it cannot be resumed with {now.steps}: give the same --steps, or "
-            f"another --out{weights}"
+            f"{folder} was begun with {shown(before.get('steps'))} steps of {now.lr_schedule} decay, so it cannot be "
+            f"resumed with {now.steps}: give the same --steps, or another --out"
         )
