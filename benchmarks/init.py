@@ -46,7 +46,7 @@ EVAL_EVERY = 50
 def read_classes(data: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents of the clusters that the DiT learns, and the numbers of their classes."""
     parts = [DatasetView(Dataset.open(data, k)) for k in LEARNT]
-    labels = [rows.data.texts("label") for rows in parts]
+    labels = [rows.data.strings("label") for rows in parts]
     classes = sorted({label for own in labels for label in own})
     chosen: list[NDArray[np.int64]] = [getattr(rows, split) for rows in parts]
     latents = torch.cat([rows.latents(own) for rows, own in zip(parts, chosen, strict=True)])

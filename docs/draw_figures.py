@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.data.builtin import make
-from atoll.data.prepare import Settings, prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.oracle import ClusteredGaussians
@@ -213,7 +213,7 @@ def draw_avatars() -> None:
         sheet.paste(avatars[i].image, (i % columns * 32, i // columns * 32))
     sheet.resize((scale * sheet.width, scale * sheet.height), Image.Resampling.NEAREST).save(FOLDER / "avatars.png")
     with TemporaryDirectory() as folder:
-        prepare(Source("avatars", num=4000), folder, Settings(), num_workers=0, progress=False)
+        prepare(Source("avatars", num=4000), folder, PrepareSettings(), num_workers=0, progress=False)
         for line in partition(folder, 4, progress=False)[1:6]:
             print(line.replace(folder, "avatars"))
         Image.open(Path(folder) / "clusters" / "map.png").save(FOLDER / "clusters.png")

@@ -116,7 +116,7 @@ class TestFigures:
 
     def test_each_says_what_it_was_measured_by(self, done, model):
         _, results = done
-        fingerprint = make_features("simple").describe()["fingerprint"]
+        fingerprint = make_features("simple").describe().fingerprint
         for key, found in results["models"][1]["figures"].items():
             if "/" in key:
                 assert found["features"] == {"name": "simple", "fingerprint": fingerprint}

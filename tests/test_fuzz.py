@@ -206,7 +206,7 @@ def read_data(folder: Path, out: Path) -> str:
     for name in data.shards[0].names:
         digest.update(np.ascontiguousarray(data.column(name)[:]).tobytes())
     for name in ("key", "caption", "label"):
-        digest.update(repr(data.texts(name)).encode())
+        digest.update(repr(data.strings(name)).encode())
     return digest.hexdigest()
 
 

@@ -37,7 +37,7 @@ def test_its_parts(tmp_path):
 def test_a_data_set(cluster):
     data = Dataset.open(OLD / "data", cluster)
     assert len(data) == {None: 40, 0: 33, 1: 7}[cluster]
-    assert data.texts("caption", [0])[0].startswith("a")
+    assert data.strings("caption", [0])[0].startswith("a")
 
 
 def test_training_on_it(tmp_path):

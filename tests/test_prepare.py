@@ -17,24 +17,23 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from atoll.cards import BegunDatasetCard
+from atoll.cards import BegunDatasetCard, require_same
 from atoll.data import prepare as module
 from atoll.data import shards
-from atoll.data.prepare import Settings, count, prepare, split_of
+from atoll.data.prepare import PrepareSettings, count, prepare, split_of
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.encoders.codecs import load_codec, make_codec
-from atoll.encoders.pretrained import check_same
 from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError
 from atoll.storage import alone
 from test_sources import png, write, write_tar
 
-SMALL = Settings(size=16)
+SMALL = PrepareSettings(size=16)
 COMMAND = Path(sys.executable).parent / "atoll"
 
 
-def make(out: Path, source: Source | None = None, settings: Settings = SMALL, workers: int = 0) -> Dataset:
+def make(out: Path, source: Source | None = None, settings: PrepareSettings = SMALL, workers: int = 0) -> Dataset:
     prepare(source or Source("shapes", num=150, size=16), out, settings, workers, progress=False)
     return Dataset.open(out)
 
@@ -68,14 +67,14 @@ class TestRows:
         latents, tokens = data.column("latents"), data.column("tokens")
         assert latents[0:3].shape == (3, *about["latent_shape"])
         assert latents[0:3].dtype == np.float16
-        captions = data.texts("caption")
+        captions = data.strings("caption")
         text = load_text_encoder(data.folder)
         np.testing.assert_array_equal(tokens[:], text.tokenize(captions).numpy())
         np.testing.assert_array_equal(data.column("row")[:], np.arange(150))
-        assert data.texts("key", [0, 149]) == ["shapes/00000000", "shapes/00000149"]
+        assert data.strings("key", [0, 149]) == ["shapes/00000000", "shapes/00000149"]
 
     def test_latents_are_the_codecs(self, tmp_path):
-        data = make(tmp_path / "d", settings=Settings(size=16, codec="pixels"))
+        data = make(tmp_path / "d", settings=PrepareSettings(size=16, codec="pixels"))
         assert data.card.latent_shape == [3, 16, 16]
         example = Source("shapes", num=150, size=16)
         from atoll.data.builtin import make as built_in
@@ -93,7 +92,7 @@ class TestRows:
         np.testing.assert_array_equal(column[60:70], everything[60:70])
 
     def test_decoding_gives_the_pictures_back(self, tmp_path):
-        data = make(tmp_path / "d", Source("avatars", num=200, size=32), Settings(size=32))
+        data = make(tmp_path / "d", Source("avatars", num=200, size=32), PrepareSettings(size=32))
         from atoll.data.builtin import make as built_in
 
         codec = load_codec(data.folder)
@@ -116,7 +115,7 @@ class TestSplit:
         assert split_of(digests[0], 0.0) == TRAIN
 
     def test_it_never_changes_when_data_is_added(self, tmp_path):
-        half = Settings(size=16, holdout=0.5)
+        half = PrepareSettings(size=16, holdout=0.5)
         few = make(tmp_path / "few", Source("shapes", num=60, size=16), half)
         many = make(tmp_path / "many", Source("shapes", num=150, size=16), half)
         np.testing.assert_array_equal(few.column("split")[:], many.column("split")[:60])
@@ -136,9 +135,9 @@ class TestSplit:
             Image.open(path).save(buffer, "BMP")
             write(bitmaps, {f"{path.stem}.bmp": buffer.getvalue(), f"{path.stem}.txt": "x"})
         splits = [
-            make(tmp_path / f"d{i}", Source(str(source)), Settings(size=size, codec="pixels", holdout=0.5)).column(
-                "split"
-            )[:]
+            make(
+                tmp_path / f"d{i}", Source(str(source)), PrepareSettings(size=size, codec="pixels", holdout=0.5)
+            ).column("split")[:]
             for i, (source, size) in enumerate([(place, 16), (place, 8), (bitmaps, 16)])
         ]
         assert 5 < int(splits[0].sum()) < 35
@@ -152,8 +151,8 @@ class TestDuplicates:
         files: dict[str, bytes | str] = {}
         for i, seed in enumerate([0, 1, 0, 2, 1]):
             files |= {f"{i}.png": png(seed), f"{i}.txt": f"picture {i}"}
-        make(tmp_path / "d", Source(str(write(tmp_path / "in", files))), Settings(size=16, codec="pixels"))
-        assert Dataset.open(tmp_path / "d").texts("caption") == ["picture 0", "picture 1", "picture 3"]
+        make(tmp_path / "d", Source(str(write(tmp_path / "in", files))), PrepareSettings(size=16, codec="pixels"))
+        assert Dataset.open(tmp_path / "d").strings("caption") == ["picture 0", "picture 1", "picture 3"]
         lines = [json.loads(line) for line in (tmp_path / "d" / "rejected.jsonl").read_text().splitlines()]
         assert lines == [{"key": "2.png", "reason": "exact duplicate"}, {"key": "4.png", "reason": "exact duplicate"}]
 
@@ -169,8 +168,10 @@ class TestRejected:
             "d.png": png(2),
             "d.txt": "d",
         }
-        data = make(tmp_path / "d", Source(str(write(tmp_path / "in", files))), Settings(size=16, codec="pixels"))
-        assert data.texts("caption") == ["a", "d"]
+        data = make(
+            tmp_path / "d", Source(str(write(tmp_path / "in", files))), PrepareSettings(size=16, codec="pixels")
+        )
+        assert data.strings("caption") == ["a", "d"]
         lines = [json.loads(line) for line in (tmp_path / "d" / "rejected.jsonl").read_text().splitlines()]
         assert lines == [{"key": "b.png", "reason": "empty file"}, {"key": "c.png", "reason": "no caption"}]
 
@@ -178,14 +179,14 @@ class TestRejected:
         source = Source(str(write(tmp_path / "in", {"a.png": png(), "b.png": png(1)})))
         for i, codec in enumerate(("pca", "pixels")):
             with pytest.raises(InputError, match="mostly: no caption; add NAME.txt beside NAME.jpg"):
-                prepare(source, tmp_path / f"d{i}", Settings(size=16, codec=codec), 0, progress=False)
+                prepare(source, tmp_path / f"d{i}", PrepareSettings(size=16, codec=codec), 0, progress=False)
 
     def test_captions_added_after_that(self, tmp_path):
         place = write(tmp_path / "in", {"a.png": png(), "b.png": png(1)})
         with pytest.raises(InputError, match="no caption"):
-            make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
+            make(tmp_path / "d", Source(str(place)), PrepareSettings(size=16, codec="pixels"))
         write(place, {"a.txt": "a", "b.txt": "b"})
-        assert len(make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))) == 2
+        assert len(make(tmp_path / "d", Source(str(place)), PrepareSettings(size=16, codec="pixels"))) == 2
 
     def test_no_pictures(self, tmp_path):
         with pytest.raises(InputError, match="there is no image in"):
@@ -218,7 +219,7 @@ class TestSameBytes:
             "import sys; from atoll.data import prepare as p; from atoll.data.sources import Source\n"
             "p.CHUNK = 16\n"
             "if __name__ == '__main__':\n"
-            "    p.prepare(Source(sys.argv[1]), sys.argv[2], p.Settings(size=16), 2, progress=False)\n"
+            "    p.prepare(Source(sys.argv[1]), sys.argv[2], p.PrepareSettings(size=16), 2, progress=False)\n"
         )
         script = tmp_path / "run.py"
         script.write_text(program)
@@ -249,13 +250,11 @@ class TestSameBytes:
         assert contents(out) == contents(tmp_path / "whole")
 
     @pytest.mark.bits
-    def test_after_kills_within_a_shard(self, kl, tmp_path, monkeypatch):
-        """With a codec that takes seconds for a picture, a shard takes long: what is done of it is not lost."""
-        source, settings = Source("shapes", num=40, size=32), Settings(size=32, codec=f"vae:{kl}")
+    def test_a_slow_codec_loses_a_few_images(self, kl, tmp_path, monkeypatch):
+        """With a codec that takes seconds per image, shards are small: a killed run repeats no more than one."""
+        source, settings = Source("shapes", num=80, size=32), PrepareSettings(size=32, codec=f"vae:{kl}")
         make(tmp_path / "whole", source, settings)
-        assert not list((tmp_path / "whole" / "shards").glob(".*"))
-        monkeypatch.setattr(module, "SAVE_EVERY", -1.0)
-        encode, encoded, stop_after = module.Models.encode, [], [0]
+        encode, encoded, stop_after = module.Encoders.encode, [], [0]
 
         def count_and_stop(self, batch):
             if len(encoded) == stop_after[0]:
@@ -263,29 +262,31 @@ class TestSameBytes:
             encoded.append(len(batch))
             return encode(self, batch)
 
-        monkeypatch.setattr(module.Models, "encode", count_and_stop)
-        for number in (0, 12, 31):
+        monkeypatch.setattr(module.Encoders, "encode", count_and_stop)
+        for number in (0, 42, 59):
             stop_after[0] = number
             with pytest.raises(KeyboardInterrupt):
                 make(tmp_path / "killed", source, settings)
-        part = tmp_path / "killed" / "shards" / ".00000.part"
-        content = part.read_bytes()
         stop_after[0] = -1
         make(tmp_path / "killed", source, settings)
-        assert encoded == [1] * 40  # each picture once
+        assert encoded == [1] * (80 + 42 - 32 + 59 - 42)
         assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-        for damaged in (content[:-7], b"", content.replace(b"digest", b"digesx")):
-            unfinish(tmp_path / "killed")
-            (tmp_path / "killed" / "shards" / "00000.safetensors").unlink()
-            part.write_bytes(damaged)
-            make(tmp_path / "killed", source, settings)
-            assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+    def test_shards_of_another_size(self, tmp_path, monkeypatch):
+        """A run goes on after what it has, whatever the number of images per shard was."""
+        monkeypatch.setattr(module, "CHUNK", 48)
+        make(tmp_path / "d")
+        unfinish(tmp_path / "d")
+        for path in (tmp_path / "d" / "shards").glob("0000[23].*"):
+            path.unlink()
+        monkeypatch.setattr(module, "CHUNK", 10)
+        assert make(tmp_path / "d").strings("key") == [f"shapes/{i:08d}" for i in range(150)]
 
     def test_the_bar_moves_from_the_first_picture(self, kl, tmp_path, monkeypatch):
         moves = []
         update = module.tqdm.update
         monkeypatch.setattr(module.tqdm, "update", lambda bar, n=1: (moves.append(n), update(bar, n))[1])
-        settings = Settings(size=32, codec=f"vae:{kl}")
+        settings = PrepareSettings(size=32, codec=f"vae:{kl}")
         prepare(Source("shapes", num=20, size=32), tmp_path / "d", settings, 0, progress=True)
         assert sum(moves) == 20
         assert max(moves) == 1
@@ -303,16 +304,16 @@ class TestRefused:
     def test_other_settings(self, tmp_path):
         make(tmp_path / "d")
         with pytest.raises(InputError, match=r"was begun otherwise \(size was 16, now 32\): choose another --out"):
-            make(tmp_path / "d", Source("shapes", num=150, size=32), Settings(size=32))
+            make(tmp_path / "d", Source("shapes", num=150, size=32), PrepareSettings(size=32))
         with pytest.raises(InputError, match=r"codec was 'pca', now 'pixels'"):
-            make(tmp_path / "d", settings=Settings(size=16, codec="pixels"))
+            make(tmp_path / "d", settings=PrepareSettings(size=16, codec="pixels"))
 
     def test_a_source_that_changed(self, tmp_path):
         source = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
-        make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
+        make(tmp_path / "d", Source(str(source)), PrepareSettings(size=16, codec="pixels"))
         write(source, {"b.png": png(1), "b.txt": "b"})
         with pytest.raises(InputError, match="its images or captions have changed"):
-            make(tmp_path / "d", Source(str(source)), Settings(size=16, codec="pixels"))
+            make(tmp_path / "d", Source(str(source)), PrepareSettings(size=16, codec="pixels"))
 
     def test_a_folder_of_something_else(self, tmp_path):
         files: dict[str, bytes | str] = {"thesis.docx": b"precious", ".draft.tmp": b"too", "vae/weights": b"and this"}
@@ -352,7 +353,7 @@ class TestRefused:
     )
     def test_settings(self, values):
         with pytest.raises(InputError, match=next(iter(values)).replace("_", "-")):
-            Settings(**values)
+            PrepareSettings(**values)
 
 
 class TestChanged:
@@ -360,21 +361,21 @@ class TestChanged:
 
     def test_a_caption(self, tmp_path):
         place = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
-        make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
+        make(tmp_path / "d", Source(str(place)), PrepareSettings(size=16, codec="pixels"))
         write(place, {"a.txt": "something else"})
         with pytest.raises(InputError, match="its images or captions have changed"):
-            make(tmp_path / "d", Source(str(place)), Settings(size=16, codec="pixels"))
+            make(tmp_path / "d", Source(str(place)), PrepareSettings(size=16, codec="pixels"))
 
     def test_a_model(self, dino, tmp_path):
         shutil.copytree(dino, tmp_path / "model")
-        settings = Settings(size=16, features=f"dino:{tmp_path / 'model'}")
+        settings = PrepareSettings(size=16, features=f"dino:{tmp_path / 'model'}")
         data = make(tmp_path / "d", settings=settings)
         assert str(tmp_path) not in (data.folder / "dataset.json").read_text()  # no path of this machine
         path = tmp_path / "model" / "model.safetensors"
         weights = load_file(path)
         weights["layernorm.bias"] += 1
         save_file(weights, path, metadata={"format": "pt"})
-        with pytest.raises(InputError, match="prepared with another features"):
+        with pytest.raises(InputError, match="begun otherwise .fingerprint of the features was"):
             make(tmp_path / "d", settings=settings)
 
 
@@ -383,12 +384,12 @@ def test_many_more_shards_than_files_may_be_open(tmp_path):
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "from atoll.data import prepare as p, shards; from atoll.data.sources import Source\n"
-        "p.CHUNK, s = 2, p.Settings(size=16, codec='pixels', near_duplicates='drop')\n"
+        "p.CHUNK, s = 2, p.PrepareSettings(size=16, codec='pixels', near_duplicates='drop')\n"
         "shards._opened = __import__('functools').lru_cache(16)(shards._opened.__wrapped__)\n"
         "p.prepare(Source('shapes', num=400, size=16), sys.argv[1], s, 0, progress=False)\n"
         "data = shards.Dataset.open(sys.argv[1])\n"
         "assert len(data.shards) > 150, len(data.shards)\n"
-        "assert len(data.column('latents')[:]) == len(data.texts('caption')) == len(data)\n"
+        "assert len(data.column('latents')[:]) == len(data.strings('caption')) == len(data)\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "d")], check=True, timeout=100)
 
@@ -397,11 +398,11 @@ def test_features_see_more_than_the_latents(tmp_path):
     """A photo of 300 pixels, prepared at 16, is clustered by what its 28 pixels show the network, not its 16."""
     from atoll.data.images import read_image
 
-    transform = Settings(size=16).transform(feature_size=28)
+    transform = PrepareSettings(size=16).transform(feature_size=28)
     picture = read_image(png(3), transform)
     assert picture.pixels.shape == (16, 16, 3)
     assert picture.large.shape == (28, 28, 3)
-    assert read_image(png(3), Settings(size=32).transform(feature_size=28)).large is None
+    assert read_image(png(3), PrepareSettings(size=32).transform(feature_size=28)).large is None
 
 
 def test_files_can_be_read_by_others(tmp_path):
@@ -518,7 +519,7 @@ class TestOpening:
         save_file({**load_file(path), name: torch.from_numpy(value)}, path)
         (path.parent / "SHA256SUMS").unlink()
         with pytest.raises(InputError, match=r"00000.safetensors .*copy it again"):
-            Dataset.open(tmp_path / "d").texts("caption", [1])
+            Dataset.open(tmp_path / "d").strings("caption", [1])
 
     def test_a_header_that_contradicts_itself(self, tmp_path):
         make(tmp_path / "d")
@@ -547,7 +548,7 @@ class TestOpening:
         with pytest.raises(InputError, match="was cut short while it was read"):
             data.column("latents")[:]
         with pytest.raises(InputError, match="was cut short while it was read"):
-            data.texts("caption", [140])
+            data.strings("caption", [140])
         path.write_bytes(content)
         shards._opened.cache_clear()
         with pytest.raises(InputError, match="has changed since it was opened"):
@@ -601,19 +602,17 @@ def test_webdataset_to_data_set(tmp_path):
         tmp_path / "0.tar",
         {f"{i}.{kind}": png(i) if kind == "png" else f"number {i}" for i in range(9) for kind in ("png", "txt")},
     )
-    data = make(tmp_path / "d", Source(str(tmp_path / "0.tar")), Settings(size=16, codec="pixels"))
-    assert data.texts("caption") == [f"number {i}" for i in range(9)]
+    data = make(tmp_path / "d", Source(str(tmp_path / "0.tar")), PrepareSettings(size=16, codec="pixels"))
+    assert data.strings("caption") == [f"number {i}" for i in range(9)]
 
 
 @pytest.mark.parametrize("autoencoder", ["kl", "tiny"])
 def test_the_real_classes(autoencoder, clip, dino, tmp_path, request):
     """Tiny AutoencoderKL, AutoencoderTiny, CLIP and DINOv2 from folders, by the code path of published weights."""
     vae = request.getfixturevalue(autoencoder)
-    settings = Settings(size=32, codec=f"vae:{vae}", text=f"clip:{clip}", features=f"dino:{dino}")
+    settings = PrepareSettings(size=32, codec=f"vae:{vae}", text=f"clip:{clip}", features=f"dino:{dino}")
     data = make(tmp_path / "d", Source("shapes", num=40, size=32), settings)
     assert {"vae", "text_encoder", "tokenizer"} <= {path.name for path in data.folder.iterdir()}
-    check_same(data.card.codec.values(), make_codec(f"vae:{vae}").describe(), "codec")
+    assert data.card.codec.fingerprint == make_codec(f"vae:{vae}").fingerprint
     assert data.card.codec.spec == f"vae:{vae.name}"
-    check_same(data.card.text.values(), load_text_encoder(data.folder).describe(), "text encoder")
-    with pytest.raises(InputError, match="prepared with another codec .*prepare the data again with"):
-        check_same(data.card.codec.values(), make_codec("pixels").describe(), "codec")
+    assert data.card.text.fingerprint == load_text_encoder(data.folder).fingerprint

@@ -60,11 +60,11 @@ def prepare(
         follow_links: Also read folders that are links to others within SOURCE, each once. A link that leads out of
             it is never followed.
     """
-    from atoll.data.prepare import Settings, damage_in
+    from atoll.data.prepare import PrepareSettings, damage_in
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
-    settings = Settings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
+    settings = PrepareSettings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
     place = Source(source, template, num, size, seed, follow_links)
     card = make(place, out, settings, workers, device=device)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))

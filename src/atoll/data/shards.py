@@ -34,7 +34,7 @@ from atoll.storage import MAX_JSON, digest_of, known_digest, open_regular, read_
 from atoll.tensors import Entry, check_memory, read_header
 
 TRAIN, HELD_OUT = 0, 1
-TEXTS = ("key", "caption", "label")
+STRINGS = ("key", "caption", "label")
 SUMS = "SHA256SUMS"
 AGAIN = "copy it again from its source"
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
@@ -48,7 +48,7 @@ class Shard:
         try:
             with open_regular(path, root) as file:
                 self._entries, _ = read_header(file)
-                self._version = _version(file.fileno())
+                self._version = _version(file)
             self.num_rows = _num_rows(self._entries)
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is truncated or not a shard ({reason_of(error)}): {AGAIN}") from error
@@ -59,62 +59,58 @@ class Shard:
         return [name for name in self._entries if "." not in name]
 
     def kind(self, name: str) -> tuple[Any, tuple[int, ...]]:
-        """The dtype of a column, and the shape of a row."""
-        if name not in self._entries:
-            raise InputError(f"{self.path} has no column {name!r}: {AGAIN}")
-        return _DTYPES[self._entries[name].dtype], self._entries[name].shape[1:]
+        """Returns the dtype of a column, and the shape of a row."""
+        entry = self._entry(name)
+        return _DTYPES[entry.dtype], entry.shape[1:]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """A whole column."""
-        dtype, _ = self.kind(name)
-        entry = self._entries[name]
+        """Returns a whole column."""
+        entry = self._entry(name)
         check_memory(entry.end - entry.start, str(self.path))
-        [content] = self._read([entry.start], [entry.end - entry.start])
-        return np.frombuffer(content, dtype).reshape(entry.shape)
+        [content] = self._read([(entry.start, entry.end - entry.start)])
+        return np.frombuffer(content, _DTYPES[entry.dtype]).reshape(entry.shape)
 
     def take(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Some rows of a column, each run of neighbours in one go; many are picked from the whole of it."""
+        """Returns some rows of a column; many are picked from the whole of it."""
         if 2 * len(rows) >= self.num_rows:
             return self[name][rows]
         dtype, shape = self.kind(name)
-        entry = self._entries[name]
+        entry = self._entry(name)
         size = (entry.end - entry.start) // self.num_rows
-        firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-        begins = (entry.start + rows[firsts] * size).tolist()
-        sizes = (np.diff(firsts, append=len(rows)) * size).tolist()
-        content = b"".join(self._read(begins, sizes))
+        content = b"".join(self._read([(entry.start + row * size, size) for row in rows.tolist()]))
         return np.frombuffer(content, dtype).reshape(len(rows), *shape)
 
-    def texts(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
-        """Strings of a column, all of them or some."""
-        self.kind(f"{column}.bytes")
-        ends, entry = self[f"{column}.offsets"], self._entries[f"{column}.bytes"]
+    def strings(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
+        """Returns strings of a column, all of them or some."""
+        ends, entry = self[f"{column}.offsets"], self._entry(f"{column}.bytes")
         if not len(ends) or ends[0] != 0 or ends[-1] != entry.shape[0] or bool((np.diff(ends) < 0).any()):
             raise InputError(f"{self.path} has a {column} that begins where none can: {AGAIN}")
-        offsets = ends.tolist()
-        if rows is None:
-            content = self[f"{column}.bytes"].tobytes()
-            parts = [content[i:j] for i, j in pairwise(offsets)]
-        else:
-            spans = [(entry.start + offsets[i], offsets[i + 1] - offsets[i]) for i in rows]
-            parts = self._read([begin for begin, _ in spans], [size for _, size in spans])
+        spans = [(entry.start + start, end - start) for start, end in pairwise(ends.tolist())]
+        parts = self._read(spans if rows is None else [spans[row] for row in rows])
         return [part.decode("utf-8", "replace") for part in parts]
 
-    def _read(self, begins: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
-        """Returns the bytes of some spans of the file."""
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise InputError(f"{self.path} has no column {name!r}: {AGAIN}")
+        return self._entries[name]
+
+    def _read(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Returns the bytes of some spans of the file, each (start, size)."""
         number = _opened(self.path, self._root, self._version).fileno()
-        parts = [os.pread(number, size, begin) for begin, size in zip(begins, sizes, strict=True)]
-        for i, size in enumerate(sizes):
-            while len(parts[i]) < size:  # the system gives at most 2 GB at once
-                more = os.pread(number, size - len(parts[i]), begins[i] + len(parts[i]))
+        parts = []
+        for start, size in spans:
+            part = os.pread(number, size, start)
+            while len(part) < size:  # the system gives at most 2 GB at once
+                more = os.pread(number, size - len(part), start + len(part))
                 if not more:
                     raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
-                parts[i] += more
+                part += more
+            parts.append(part)
         return parts
 
 
 def _num_rows(entries: Mapping[str, Entry]) -> int:
-    """How many rows a shard has; raises ValueError unless all of its columns have as many."""
+    """Returns how many rows a shard has; raises ValueError unless all of its columns have as many."""
     if "row" not in entries or entries["row"].dtype != "I64" or len(entries["row"].shape) != 1:
         raise ValueError("it does not number its rows")
     [num] = entries["row"].shape
@@ -124,13 +120,13 @@ def _num_rows(entries: Mapping[str, Entry]) -> int:
             fits = len(entry.shape) == 1 and entry.dtype == {"bytes": "U8", "offsets": "I64"}.get(part)
         else:
             fits = entry.dtype in _DTYPES and entry.shape[:1] == (num,)
-        if not fits or (name.removesuffix(".offsets") in TEXTS and entry.shape != (num + 1,)):
+        if not fits or (name.removesuffix(".offsets") in STRINGS and entry.shape != (num + 1,)):
             raise ValueError(f"{shown(name)} is {entry.dtype} {shown(list(entry.shape))} in a shard of {num} rows")
     return num
 
 
-def _version(handle: int) -> tuple[int, int, int]:
-    about = os.fstat(handle)
+def _version(file: BufferedReader) -> tuple[int, int, int]:
+    about = os.fstat(file.fileno())
     return about.st_size, about.st_mtime_ns, about.st_ino
 
 
@@ -141,7 +137,7 @@ def _opened(path: Path, root: Path | None, version: tuple[int, int, int]) -> Buf
         file = open_regular(path, root)
     except OSError as error:
         raise InputError(f"{path} cannot be read any more ({reason_of(error)}): {AGAIN}") from error
-    if _version(file.fileno()) != version:
+    if _version(file) != version:
         raise InputError(f"{path} has changed since it was opened: start again")
     return file
 
@@ -183,29 +179,40 @@ class Dataset:
         """Opens DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
         folder = Path(folder)
         card = DatasetCard.read(folder)
-        if cluster is None:
-            places = [folder / "shards"]
-            if clusters_in(folder) is not None:
-                places = list(cluster_folders(folder).values())
-        else:
-            folders = cluster_folders(folder)
-            if cluster not in folders:
-                names = ", ".join(path.name for path in folders.values())
+        clusters = cluster_folders(folder)
+        places = list(clusters.values()) if clusters_in(folder) else [folder / "shards"]
+        if cluster is not None:
+            if cluster not in clusters:
+                names = ", ".join(path.name for path in clusters.values())
                 raise InputError(f"{folder} has no cluster {cluster}: there are {names or 'none yet'}")
-            places = [folders[cluster]]
-        shards = [shard for place in places for shard in _open_shards(place, folder, partial)]
-        data = cls(folder, card, shards, cluster)
-        expected = card.counts.rows
-        if cluster is None and not partial and len(data) != expected:
-            raise InputError(f"{folder} has {len(data)} rows of {expected}: some of its shards are missing")
+            places = [clusters[cluster]]
+        data = cls(folder, card, [shard for place in places for shard in _open_shards(place, folder, partial)], cluster)
+        if cluster is None and not partial and len(data) != card.counts.rows:
+            raise InputError(f"{folder} has {len(data)} rows of {card.counts.rows}: some of its shards are missing")
         return data
 
     def __len__(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
 
     def column(self, name: str) -> Column:
-        """The rows of one column, in the order of the source."""
+        """Returns one column, whose rows are in the order of the source."""
         return Column(self, name)
+
+    def strings(self, name: str, rows: Iterable[int] | None = None) -> list[str]:
+        """Returns strings of a column: key, caption or label."""
+        index = np.arange(len(self)) if rows is None else np.fromiter(rows, np.int64)
+        strings = np.empty(len(index), object)
+        for shard, places, shard_rows in self.locate(index):
+            strings[places] = shard.strings(name, shard_rows)
+        return list(strings)
+
+    def clusters(self) -> NDArray[np.int64]:
+        """Returns the cluster of each row, in the order of the source."""
+        numbers = [int(shard.path.parent.name) for shard in self.shards if shard.path.parent.name.isdigit()]
+        if len(numbers) != len(self.shards):
+            raise InputError(f"{self.folder} has no clusters yet: run `atoll partition {self.folder} --experts K`")
+        clusters = np.repeat(np.array(numbers, np.int64), [shard.num_rows for shard in self.shards])
+        return clusters if self._order is None else clusters[self._order]
 
     def locate(self, index: NDArray[np.int64]) -> Iterator[tuple[Shard, NDArray[np.int64], NDArray[np.int64]]]:
         """Yields each shard that has some of the rows, their places in `index`, and where they lie in the shard."""
@@ -215,14 +222,6 @@ class Dataset:
         for part in np.unique(owner):
             places = np.flatnonzero(owner == part)
             yield self.shards[part], places, at[places] - (ends[part - 1] if part else 0)
-
-    def clusters(self) -> NDArray[np.int64]:
-        """The cluster of each row, in the order of the source."""
-        numbers = [int(shard.path.parent.name) for shard in self.shards if shard.path.parent.name.isdigit()]
-        if len(numbers) != len(self.shards):
-            raise InputError(f"{self.folder} has no clusters yet: run `atoll partition {self.folder} --experts K`")
-        clusters = np.repeat(np.array(numbers, np.int64), [shard.num_rows for shard in self.shards])
-        return clusters if self._order is None else clusters[self._order]
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
@@ -234,57 +233,41 @@ class Dataset:
         rows = np.concatenate([shard["row"] for shard in self.shards] or [np.empty(0, np.int64)])
         return None if bool((np.diff(rows) > 0).all()) else np.argsort(rows, kind="stable")
 
-    def texts(self, name: str, rows: Iterable[int] | None = None) -> list[str]:
-        """Strings of a column: key, caption or label."""
-        index = np.arange(len(self)) if rows is None else np.fromiter(rows, np.int64)
-        strings = np.empty(len(index), object)
-        for shard, places, shard_rows in self.locate(index):
-            strings[places] = shard.texts(name, shard_rows)
-        return list(strings)
-
-    def size_on_disk(self) -> int:
-        return sum(shard.path.stat().st_size for shard in self.shards)
-
 
 def clusters_in(folder: Path) -> Path | None:
-    """The clusters of a data set, also while a new partition takes the place of an old one."""
+    """Returns the folder of a data set's clusters, also while a new partition takes the place of an old one."""
     return next((p for p in (folder / "clusters", folder / "clusters.old") if p.is_dir()), None)
 
 
 def cluster_folders(folder: Path) -> dict[int, Path]:
-    """The folders of the clusters that are here, by number."""
+    """Returns the folders of the clusters that are here, by number."""
     parent = clusters_in(folder)
     paths = sorted(parent.iterdir()) if parent is not None else []
     return {int(p.name): p for p in paths if re.fullmatch(r"[0-9]{2,9}", p.name) and p.is_dir()}
 
 
 def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
-    """The shards of a folder that have rows, after a look whether each is what was written."""
-    paths = sorted(place.glob("*.safetensors"))
-    sums = _read_sums(place, root)
-    if sums is not None and not partial and (missing := sums.keys() - {path.name for path in paths}):
-        raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
-    shards = [Shard(path, root) for path in paths]
-    for path in paths:
-        try:
-            right = sums is None or known_digest(path, root) == sums.get(path.name)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({reason_of(error)}): {AGAIN}") from error
-        if not right:
-            raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
+    """Returns the shards of a folder that have rows, after a look whether each is what was written."""
+    shards = [Shard(path, root) for path in sorted(place.glob("*.safetensors"))]
+    try:
+        sums = _read_sums(place, root)
+        if sums is not None and not partial and (missing := sums.keys() - {shard.path.name for shard in shards}):
+            raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
+        for path in (shard.path for shard in shards):
+            if sums is not None and known_digest(path, root) != sums.get(path.name):
+                raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{place / SUMS} cannot be checked ({reason_of(error)}): {AGAIN}") from error
     return [shard for shard in shards if shard.num_rows]
 
 
 def _read_sums(place: Path, root: Path) -> dict[str, str] | None:
-    """The SHA-256 of each shard of a folder; None for those that were written when none were noted."""
-    try:
-        lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
-        matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
-        return {match[2]: match[1] for match in matches if match} if all(matches) else {}
-    except FileNotFoundError:
+    """Returns the SHA-256 of each shard of a folder; None for those that were written when none were noted."""
+    if not os.path.lexists(place / SUMS):
         return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{place / SUMS} cannot be read ({reason_of(error)}): {AGAIN}") from error
+    lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
+    matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
+    return {match[2]: match[1] for match in matches if match} if all(matches) else {}
 
 
 def write_sums(place: Path, sums: Mapping[str, str]) -> None:
@@ -293,22 +276,15 @@ def write_sums(place: Path, sums: Mapping[str, str]) -> None:
     write_whole(place / SUMS, lambda staged: staged.write_text(content, encoding="ascii"))
 
 
-def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], texts: Mapping[str, Sequence[str]]) -> str:
+def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], strings: Mapping[str, Sequence[str]]) -> str:
     """Writes a shard so that it is there whole or not at all; returns its SHA-256."""
     tensors = {name: np.ascontiguousarray(column) for name, column in columns.items()}
-    for name, strings in texts.items():
-        encoded = [text.encode("utf-8", "replace") for text in strings]
+    for name, texts in strings.items():
+        encoded = [text.encode("utf-8", "replace") for text in texts]
         tensors[f"{name}.bytes"] = np.frombuffer(b"".join(encoded), np.uint8).copy()
         tensors[f"{name}.offsets"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    digest = ""
-
-    def write(staged: Path) -> None:
-        nonlocal digest
-        save_file(tensors, staged)
-        digest = digest_of(staged)
-
-    write_whole(path, write)
-    return digest
+    write_whole(path, lambda staged: save_file(tensors, staged))
+    return digest_of(path)
 
 
 def regroup(
@@ -340,7 +316,7 @@ def regroup(
                 for start in range(0, len(members), rows_a_shard):
                     rows, path = members[start : start + rows_a_shard], place / f"{len(sums):05d}.safetensors"
                     own = {name: column[rows] for name, column in columns.items()}
-                    sums[path.name] = write_shard(path, own, {name: data.texts(name, rows) for name in TEXTS})
+                    sums[path.name] = write_shard(path, own, {name: data.strings(name, rows) for name in STRINGS})
                     bar.update(len(rows))
                 write_sums(place, sums)
         finish(staged)

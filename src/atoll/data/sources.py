@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from io import BufferedReader, TextIOWrapper
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
@@ -33,22 +33,25 @@ from atoll.data.builtin import NAMES, make
 from atoll.data.images import CroppedImage, Rejected, Transform, read_image
 from atoll.errors import InputError, printable, shown
 from atoll.processes import die_with_parent
-from atoll.storage import KINDS, open_regular, parse_json, read_bytes, real_path, reason_of
+from atoll.storage import KINDS, check_size, open_regular, parse_json, read_bytes, real_path, reason_of, resolved
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
+TABLES = (".parquet", ".arrow")
 METADATA = ("metadata.jsonl", "metadata.csv")
 CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
 MAX_IMAGE = 256 << 20  # bytes of a file or a member
-MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption, and characters of a line of metadata
+MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption
 MAX_CAPTION = 10_000  # characters; what comes after them is cut off
 MAX_LABEL = 255  # characters, as of a folder's name
-MAX_METADATA = 4 << 30  # bytes: it is held in memory
+MAX_METADATA = 1 << 30  # bytes: it is held in memory
 MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
 MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
-NO_CAPTION = "no caption"
-LEAVES = "a link that leads out of the folder"
+MAX_TABLE_READ = 2 << 30  # bytes: of a record batch
+TABLE_BATCH, TABLE_BATCH_BYTES = 256, 256 << 20  # rows of a Parquet file that are read at once, and about their size
 AT_A_TIME = 32  # items handed to a process
 DAMAGED = "is damaged after this point"  # said of an archive or a table: what follows is lost
+
+T = TypeVar("T")
 
 
 class Item(NamedTuple):
@@ -89,7 +92,7 @@ class Source:
             raise InputError(f"--follow-links is for folders of images: leave it out for {self.place}")
 
     def items(self) -> Iterator[Item]:
-        """All items, in their order; with `num`, so many of them, and all that have a fault."""
+        """Yields all items, in their order; with `num`, so many of them, and all that have a fault."""
         left = self.num
         for item in self._all():
             if item.fault or left is None or self.kind == "built-in":
@@ -99,12 +102,23 @@ class Source:
                 yield item
 
     def _all(self) -> Iterator[Item]:
-        listing = {"folder": self._folder, "tar": self._tars, "table": self._tables, "built-in": self._built_in}
-        for item in listing[self.kind]():
-            yield item if item.fault else self._captioned(item)
+        place = Path(self.place)
+        if self.kind == "built-in":
+            for i in range(len(make(self.place, self.num, self.size, self.seed))):
+                where = ("built-in", self.place, self.num, self.size, self.seed, i)
+                yield Item(f"{self.place}/{i:08d}", where, caption="?")
+        elif self.kind == "folder":
+            yield from map(self._captioned, _folder_items(resolved(place), self.follow_links))
+        else:
+            list_items = _tar_items if self.kind == "tar" else _table_items
+            for path, name in _files(place, self.kind):
+                try:
+                    yield from map(self._captioned, list_items(real_path(path, path.parent), name))
+                except OSError as error:
+                    yield Item(name, (), fault=f"cannot be read ({reason_of(error)})")
 
     def _rank(self, item: Item) -> int:
-        """A number for an item, by which `num` of them are chosen: from its name and the seed alone."""
+        """Returns a number for an item, by which `num` of them are chosen: from its name and the seed alone."""
         name = f"{self.seed} {item.key}".encode("utf-8", "surrogateescape")
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
@@ -115,76 +129,19 @@ class Source:
         return least[-1] if least else -1
 
     def _captioned(self, item: Item) -> Item:
+        if item.fault:
+            return item
         caption = item.caption
         if not caption and self.template is not None and item.label:
             caption = self.template.replace("{label}", item.label.replace("_", " "))
         if caption is None:
-            return item._replace(fault=NO_CAPTION)
+            return item._replace(fault="no caption")
         caption = " ".join(unicodedata.normalize("NFC", caption[:MAX_CAPTION]).split())
         return item._replace(caption=caption, fault="" if caption else "empty caption")
 
-    def _folder(self) -> Iterator[Item]:
-        root = Path(os.path.realpath(self.place))
-        metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
-        for folder, names, why_not in _walk(root, self.follow_links):
-            if why_not:
-                yield Item(folder.relative_to(root).as_posix(), (), fault=why_not)
-                continue
-            metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
-            metadata[folder], faults = _read_metadata(folder, names, root)
-            for number, bad in faults:
-                key = (folder / f"metadata, row {number}").relative_to(root).as_posix()
-                yield Item(key, (), fault=bad)
-            beside = set(names)
-            for name in names:
-                path = folder / name
-                if path.suffix.lower() not in IMAGES:
-                    continue
-                key = path.relative_to(root).as_posix()
-                label = "" if folder == root else folder.name
-                size, fault = _look(path, root)
-                listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
-                caption = next((c for c in listed if c is not None), None)
-                if caption is None and not fault and (sidecar := path.with_suffix(".txt")).name in beside:
-                    caption, fault = _read_sidecar(sidecar, root)
-                yield Item(key, ("file", str(root), size), caption, label, fault)
-
-    def _tars(self) -> Iterator[Item]:
-        for path, name, root in self._files(lambda folder: folder.glob("*.tar")):
-            try:
-                yield from _tar_items(real_path(path, root), name)
-            except OSError as error:
-                yield Item(name, (), fault=f"the archive cannot be read ({reason_of(error)})")
-
-    def _tables(self) -> Iterator[Item]:
-        tables = (".parquet", ".arrow")
-        for path, name, root in self._files(lambda folder: (p for p in folder.rglob("*") if p.suffix in tables)):
-            row = 0
-            try:
-                for item in _table_items(real_path(path, root), name):
-                    yield item
-                    row += 1
-            except OSError as error:
-                reason = printable(reason_of(error), 200)
-                yield Item(f"{name}/{row:08d}", (), fault=f"the table {DAMAGED} ({reason})")
-
-    def _files(self, find: Callable[[Path], Iterable[Path]]) -> Iterator[tuple[Path, str, Path]]:
-        """The files of a source, in order, with their names in it and the folder that their links may not leave."""
-        place = Path(self.place)
-        if place.is_dir():
-            yield from ((path, path.relative_to(place).as_posix(), place) for path in sorted(find(place)))
-        else:
-            real = Path(os.path.realpath(place))  # the user's own link may lead anywhere
-            yield real, place.name, real.parent
-
-    def _built_in(self) -> Iterator[Item]:
-        for i in range(len(make(self.place, self.num, self.size, self.seed))):
-            where = ("built-in", self.place, self.num, self.size, self.seed, i)
-            yield Item(f"{self.place}/{i:08d}", where, caption="?")
-
     def describe(self) -> dict[str, Any]:
-        """For dataset.json; a path is named by its last part, since the rest belongs to one machine."""
-        name = self.place if self.kind == "built-in" else Path(os.path.realpath(self.place)).name
+        """Returns what dataset.json says; a path is named by its last part, since the rest belongs to one machine."""
+        name = self.place if self.kind == "built-in" else resolved(self.place).name
         choices: dict[str, Any] = {} if self.kind == "built-in" else {"template": self.template}
         if self.kind == "built-in" or self.num is not None:
             choices |= {"num": self.num, "seed": self.seed}
@@ -193,14 +150,48 @@ class Source:
         return {"name": name, "kind": self.kind, **choices}
 
 
-def read_items(items: list[Item], transform: Transform) -> list[Sample]:
+def _kind_of(place: str) -> str:
+    path, offered = Path(place), f"give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}"
+    if place in NAMES:
+        if os.path.lexists(path):
+            raise InputError(f"{place} is both built in and here: write ./{place} for the one here, or go elsewhere")
+        return "built-in"
+    if not place or not os.path.lexists(path):
+        raise InputError(f"there is no {place}: {offered}" if place else f"the source is empty: {offered}")
+    if path.is_dir():
+        if any(path.glob("*.tar")):
+            return "tar"
+        tables = (any(path.glob(f"{level}*{suffix}")) for level in ("", "*/") for suffix in TABLES)
+        return "table" if any(tables) else "folder"
+    if path.suffix not in (".tar", *TABLES):
+        advice = ": unpack it first" if path.suffix in (".gz", ".tgz", ".zip", ".bz2", ".xz") else ""
+        raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file{advice}")
+    try:
+        open_regular(resolved(path)).close()
+    except OSError as error:
+        raise InputError(f"{place} cannot be read ({reason_of(error)}): {offered}") from error
+    return "tar" if path.suffix == ".tar" else "table"
+
+
+def _files(place: Path, kind: str) -> Iterator[tuple[Path, str]]:
+    """Yields the archives or tables of a source in order, with their names in it."""
+    if not place.is_dir():
+        yield resolved(place), place.name  # the user's own link may lead anywhere
+    else:
+        paths = place.glob("*.tar") if kind == "tar" else (p for p in place.rglob("*") if p.suffix in TABLES)
+        yield from ((path, path.relative_to(place).as_posix()) for path in sorted(paths))
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_items(items: Iterable[Item], transform: Transform) -> list[Sample]:
     """Reads and decodes some items, in whatever process; an item without an image says why in its `fault`."""
     return [_read_item(item, transform) for item in items]
 
 
 def _read_item(item: Item, transform: Transform) -> Sample:
-    swallowed = item.fault == NO_CAPTION and item.where[0] == "span"  # the caption may be, by a size too large
-    if item.fault and not swallowed:
+    if item.fault:
         return item, None
     try:
         content: bytes | Image.Image
@@ -209,7 +200,7 @@ def _read_item(item: Item, transform: Transform) -> Sample:
                 content = read_bytes(Path(root) / item.key, MAX_IMAGE, Path(root))
             case ("span", path, start, length):
                 with open_regular(Path(path)) as file:
-                    content = _span(file, start, length, MAX_IMAGE, "image")
+                    content = _span(file, start, length, MAX_IMAGE)
             case ("row", path, group, number, row, column):
                 content = _table_image(path, group, number, row, column)
             case ("built-in", name, num, size, seed, i):
@@ -217,12 +208,17 @@ def _read_item(item: Item, transform: Transform) -> Sample:
                 item = item._replace(caption=caption, label=", ".join(attributes.values()))
             case _:
                 raise AssertionError(item.where)
-        return item, None if item.fault else read_image(content, transform)
+        return item, read_image(content, transform)
     except Rejected as error:
         return item._replace(fault=str(error)), None
     except OSError as error:
-        reason = reason_of(error)
-        return item._replace(fault=reason if DAMAGED in reason else f"cannot be read ({reason})"), None
+        return item._replace(fault=f"cannot be read ({reason_of(error)})"), None
+
+
+def batched(values: Iterable[T], num: int) -> Iterator[list[T]]:
+    """Yields lists of `num` values; the last may have fewer."""
+    iterator = iter(values)
+    return iter(lambda: list(islice(iterator, num)), [])
 
 
 @contextmanager
@@ -231,20 +227,14 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
 
     With no workers it reads them in this process.
     """
-    read = partial(read_items, transform=transform)
-
-    def pieces(items: Iterable[Item]) -> Iterator[list[Item]]:
-        source = iter(items)
-        return iter(lambda: list(islice(source, AT_A_TIME)), [])
-
     if num_workers < 1:
-        yield lambda items: chain.from_iterable(map(read, pieces(items)))
+        yield lambda items: (_read_item(item, transform) for item in items)
         return
 
     def read_ahead(items: Iterable[Item]) -> Samples:
         ahead: deque[Future[list[Sample]]] = deque()
-        for piece in pieces(items):
-            ahead.append(pool.submit(read, piece))
+        for some in batched(items, AT_A_TIME):
+            ahead.append(pool.submit(partial(read_items, transform=transform), some))
             if len(ahead) > max(num_workers, num_ahead // AT_A_TIME):
                 yield from ahead.popleft().result()
         for future in ahead:
@@ -260,80 +250,73 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
         ) from error
 
 
-def _kind_of(place: str) -> str:
-    path = Path(place)
-    if place in NAMES:
-        if os.path.lexists(path):
-            raise InputError(f"{place} is both built in and here: write ./{place} for the one here, or go elsewhere")
-        return "built-in"
-    offered = f"give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}"
-    if not place:
-        raise InputError(f"the source is empty: {offered}")
-    if not os.path.lexists(path):
-        raise InputError(f"there is no {place}: {offered}")
-    if not path.is_dir():
-        kind = {".tar": "tar", ".parquet": "table", ".arrow": "table"}.get(path.suffix)
-        if kind is None:
-            advice = ": unpack it first" if path.suffix in (".gz", ".tgz", ".zip", ".bz2", ".xz") else ""
-            raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file{advice}")
-        try:
-            open_regular(Path(os.path.realpath(path))).close()
-        except OSError as error:
-            raise InputError(f"{place} cannot be read ({reason_of(error)}): {offered}") from error
-        return kind
-    if any(path.glob("*.tar")):
-        return "tar"
-    if any(any(path.glob(f"{level}*.{kind}")) for level in ("", "*/") for kind in ("parquet", "arrow")):
-        return "table"
-    return "folder"
-
-
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def _walk(root: Path, follow: bool) -> Iterator[tuple[Path, list[str], str]]:
-    """Each folder below root once, with its sorted file names, or the reason why a linked folder is not read.
+def _folder_items(root: Path, follow_links: bool) -> Iterator[Item]:
+    """Images with captions beside them, or in the metadata of their folder or of one above it."""
+    metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
+    for folder, names, reason in _walk(root, follow_links):
+        if reason:
+            yield Item(folder.relative_to(root).as_posix(), (), fault=reason)
+            continue
+        metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
+        for name in [name for name in METADATA if name in names][:1]:
+            metadata[folder], bad_rows = _read_metadata(folder / name, root)
+            for number in bad_rows:
+                key = (folder / f"metadata, row {number}").relative_to(root).as_posix()
+                yield Item(key, (), fault=f"a row of {name} without file_name and text")
+        files = set(names)
+        for path in (folder / name for name in names):
+            if path.suffix.lower() not in IMAGES:
+                continue
+            size, fault = _look(path, root)
+            listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
+            caption = next((c for c in listed if c is not None), None)
+            if caption is None and not fault and (sidecar := path.with_suffix(".txt")).name in files:
+                caption, fault = _read_sidecar(sidecar, root)
+            label = "" if folder == root else folder.name
+            yield Item(path.relative_to(root).as_posix(), ("file", str(root), size), caption, label, fault)
 
-    Linked folders come last: most lead to what has been read already.
+
+def _walk(root: Path, follow: bool) -> Iterator[tuple[Path, list[str], str]]:
+    """Yields each folder below root once, with its sorted file names, or the reason why a linked folder is not read.
+
+    Linked folders come last: most lead to what has been read already. A data set that was made of images is no source.
     """
-    seen: set[str] = set()
-    todo, linked = [root], list[Path]()
-    while todo or linked:
-        if todo:
-            top = todo.pop()
-        else:
-            top, real = linked.pop(0), ""
+    seen: set[Path] = set()
+    todo = deque([root])
+    while todo:
+        top = todo.popleft()
+        if top != root:
             try:
-                real = str(real_path(top, root))
+                real = real_path(top, root)
             except OSError:
-                yield top, [], LEAVES
-            if not real or real in seen or _is_ours(Path(real)):
+                yield top, [], "a link that leads out of the folder"
+                continue
+            if real in seen or os.path.lexists(real / "dataset.json"):
                 continue
             if not follow:
                 yield top, [], "a linked folder, which --follow-links would read"
                 continue
         for place, subfolders, names in os.walk(top):
             folder = Path(place)
-            seen.add(os.path.realpath(folder))
-            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            linked += [folder / name for name in subfolders if (folder / name).is_symlink()]
-            subfolders[:] = [name for name in subfolders if not _is_ours(folder / name)]
+            seen.add(resolved(folder))
+            visible = sorted(name for name in subfolders if not name.startswith("."))
+            todo += [folder / name for name in visible if (folder / name).is_symlink()]
+            subfolders[:] = [name for name in visible if not os.path.lexists(folder / name / "dataset.json")]
             yield folder, sorted(name for name in names if not name.startswith(".")), ""
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a data set that was made of images, and no source of them."""
-    return os.path.lexists(folder / "dataset.json")
-
-
 def _look(path: Path, root: Path) -> tuple[int, str]:
-    """The size of an image's file, and what is wrong with it, which is found without opening it."""
+    """Returns the size of an image's file, and what is wrong with it, which is found without opening it."""
     try:
         about = path.lstat()
         if stat.S_ISLNK(about.st_mode):
             about = os.stat(real_path(path, root))
     except OSError as error:
-        return 0, LEAVES if error.errno == errno.EPERM else f"cannot be read ({reason_of(error)})"
+        leaves = error.errno == errno.EPERM
+        return 0, "a link that leads out of the folder" if leaves else f"cannot be read ({reason_of(error)})"
     if not stat.S_ISREG(about.st_mode):
         return 0, f"it is {KINDS.get(stat.S_IFMT(about.st_mode), 'not a regular file')}, not a file"
     return about.st_size, _too_large(about.st_size)
@@ -344,7 +327,7 @@ def _too_large(size: int) -> str:
 
 
 def _read_sidecar(path: Path, root: Path) -> tuple[str | None, str]:
-    """A caption beside its image, and a fault if there is one that cannot be read."""
+    """Returns the caption beside an image, or why there is one that cannot be read."""
     try:
         return read_bytes(path, MAX_TEXT, root).decode("utf-8-sig"), ""
     except UnicodeDecodeError:
@@ -353,43 +336,27 @@ def _read_sidecar(path: Path, root: Path) -> tuple[str | None, str]:
         return None, f"caption cannot be read ({reason_of(error)})"
 
 
-def _read_metadata(folder: Path, names: list[str], root: Path) -> tuple[dict[str, str], list[tuple[int, str]]]:
-    """file name -> caption by the imagefolder convention (file_name, text), and the rows that cannot be used."""
+def _read_metadata(path: Path, root: Path) -> tuple[dict[str, str], list[int]]:
+    """Returns file name -> caption by the imagefolder convention (file_name, text), and the rows that are neither."""
     captions: dict[str, str] = {}
-    faults: list[tuple[int, str]] = []
-    path = next((folder / name for name in METADATA if name in names), None)
-    if path is None:
-        return captions, faults
+    bad_rows: list[int] = []
     try:
+        check_size(path, MAX_METADATA, root)
         with open_regular(path, root) as raw, TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-            if os.fstat(raw.fileno()).st_size > MAX_METADATA:
-                raise OSError(errno.EFBIG, f"it is larger than {MAX_METADATA >> 30} GB")
-            csv.field_size_limit(MAX_TEXT)
-            lines = _lines(file)
-            rows: Iterator[Any] = (
-                csv.DictReader(lines) if path.suffix == ".csv" else (_json_or_none(line) for line in lines)
-            )
+            lines = (line for line in file if line.strip())
+            rows: Iterator[Any] = csv.DictReader(lines) if path.suffix == ".csv" else map(_json_or_none, lines)
             for number, row in enumerate(rows, 1):
                 name = row.get("file_name") if isinstance(row, dict) else None
                 caption = _caption_in(row) if name else None
                 if isinstance(name, str) and caption is not None:
                     captions[posixpath.normpath(name)] = caption[:MAX_CAPTION]
                 else:
-                    faults.append((number, f"a row of {path.name} without file_name and text"))
+                    bad_rows.append(number)
     except (UnicodeDecodeError, OSError, csv.Error) as error:
         raise InputError(
             f"{path} cannot be read ({reason_of(error)}): save it as UTF-8, with file_name and text in each row"
         ) from error
-    return captions, faults
-
-
-def _lines(file: TextIOWrapper) -> Iterator[str]:
-    """The lines that are not blank, none of which may fill the memory."""
-    while line := file.readline(MAX_TEXT + 1):
-        if len(line) > MAX_TEXT:
-            raise OSError(errno.EFBIG, f"it has a line of more than {MAX_TEXT:,} characters")
-        if line.strip():
-            yield line
+    return captions, bad_rows
 
 
 def _caption_in(row: dict[str, Any]) -> str | None:
@@ -406,22 +373,52 @@ def _json_or_none(line: str) -> Any:
 # --- tars ---------------------------------------------------------------------------------------------------------
 
 
-class _Headers:
-    """A file as tarfile reads it: no header may ask for more than a header has."""
+class _Bounded:
+    """A file of which at most `limit` bytes are read at once, whatever its headers claim."""
 
-    def __init__(self, file: BufferedReader) -> None:
-        self.seek, self.tell, self._file = file.seek, file.tell, file
+    def __init__(self, file: BufferedReader, limit: int) -> None:
+        self._file, self._limit = file, limit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MAX_TAR_HEADER:
-            raise tarfile.ReadError(f"a header of {shown(size)} bytes")
+        if not 0 <= size <= self._limit:
+            raise OSError(errno.EFBIG, f"it claims a part of {shown(size)} bytes")
         return self._file.read(size)
 
 
+def _tar_items(path: Path, tar: str) -> Iterator[Item]:
+    """WebDataset: members that share a name up to the first dot of its last part are one sample."""
+    sample: dict[str, tarfile.TarInfo] = {}
+    stem, damage = "", ""
+    with open_regular(path) as raw:
+        try:
+            for member in _tar_members(raw):
+                if not member.isfile() or member.issparse():
+                    if not member.isdir():
+                        yield Item(f"{tar}/{member.name}", (), fault="not a plain file in the archive")
+                    continue
+                head, _, tail = member.name.rpartition("/")
+                base, _, extension = tail.partition(".")
+                name = f"{head}/{base}" if head else base
+                if name != stem and sample:
+                    yield _tar_sample(path, f"{tar}/{stem}", sample, raw)
+                    sample = {}
+                stem = name
+                sample["." + extension.lower()] = member
+        except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
+            damage = f"the archive {DAMAGED} ({printable(reason_of(error), 200)})"
+        if sample:
+            yield _tar_sample(path, f"{tar}/{stem}", sample, raw)
+        if damage:
+            yield Item(f"{tar}/{stem}", (), fault=damage)
+
+
 def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive; raises ReadError and the like unless it has an end, and all lie before that."""
+    """Yields the members of an archive; raises ReadError and the like unless it has an end, and all lie before that."""
     size = os.fstat(raw.fileno()).st_size
-    archive: Any = tarfile.TarFile(fileobj=_Headers(raw), mode="r")  # type: ignore[arg-type]
+    archive: Any = tarfile.TarFile(fileobj=_Bounded(raw, MAX_TAR_HEADER), mode="r")
     last = -1
     while (member := archive.next()) is not None:
         archive.members.clear()  # which would grow with the archive
@@ -440,144 +437,97 @@ def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError("there is no header where the next one should be")
 
 
-def _tar_items(path: Path, tar: str) -> Iterator[Item]:
-    """WebDataset: members that share a name up to the first dot of its last part are one sample."""
-    sample: dict[str, tarfile.TarInfo] = {}
-    stem, damage = "", ""
-    with open_regular(path) as raw:
-        try:
-            for member in _tar_members(raw):
-                if not member.isfile() or member.issparse():
-                    if not member.isdir():
-                        yield Item(f"{tar}/{member.name}", (), fault="not a plain file in the archive")
-                    continue
-                head, _, tail = member.name.rpartition("/")
-                base, _, extension = tail.partition(".")
-                name = f"{head}/{base}" if head else base
-                if name != stem and sample:
-                    yield from _tar_sample(path, f"{tar}/{stem}", sample, raw)
-                    sample = {}
-                stem = name
-                sample["." + extension.lower()] = member
-        except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
-            damage = f"the archive {DAMAGED} ({printable(reason_of(error), 200)})"
-        yield from _tar_sample(path, f"{tar}/{stem}", sample, raw)
-        if damage:
-            yield Item(f"{tar}/{stem}", (), fault=damage)
-
-
-def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: BufferedReader) -> Iterator[Item]:
+def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: BufferedReader) -> Item:
     extension = next((e for e in sample if e in IMAGES), None)
     if extension is None:
-        if sample:
-            yield Item(stem, (), fault="no picture in the sample")
-        return
+        return Item(stem, (), fault="no picture in the sample")
     member = sample[extension]
     caption, fault = None, _too_large(member.size)
+
+    def text(extension: str) -> bytes:
+        return _span(raw, sample[extension].offset_data, sample[extension].size, MAX_TEXT)
+
     try:
         if ".txt" in sample:
-            caption = _member_text(raw, sample[".txt"]).decode("utf-8-sig")
+            caption = text(".txt").decode("utf-8-sig")
         if not caption and ".json" in sample:
-            caption = _caption_in(parse_json(_member_text(raw, sample[".json"])))
+            caption = _caption_in(parse_json(text(".json")))
     except (ValueError, AttributeError):
         fault = fault or "caption is not UTF-8 text or JSON"
     except OSError as error:
         fault = fault or reason_of(error)
     label = posixpath.basename(posixpath.dirname(stem.partition("/")[2]))
-    yield Item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), caption, label, fault)
+    return Item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), caption, label, fault)
 
 
-def _member_text(raw: BufferedReader, member: tarfile.TarInfo) -> bytes:
-    return _span(raw, member.offset_data, member.size, MAX_TEXT, "caption")
-
-
-def _span(file: BufferedReader, start: int, length: int, limit: int, what: str) -> bytes:
+def _span(file: BufferedReader, start: int, length: int, limit: int) -> bytes:
     if length > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes")
     file.seek(start)
     content = file.read(length)
     if len(content) < length:
         raise OSError(errno.EIO, "the archive ends within it")
-    if _holds_members(content):
-        raise OSError(errno.EIO, f"the archive {DAMAGED}: this {what} is said to hold what comes after it")
     return content
-
-
-def _holds_members(content: bytes) -> bool:
-    """Whether headers of an archive lie where a size that is too large would make them part of a member."""
-    at = content.find(b"ustar")
-    while at >= 0:
-        if at % tarfile.BLOCKSIZE == 257:
-            block = content[at - 257 : at - 257 + tarfile.BLOCKSIZE]
-            try:
-                tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-            except tarfile.TarError:
-                pass
-            else:
-                return True
-        at = content.find(b"ustar", at + 1)
-    return False
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
-def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
-    """(row group, number within it, record batch of at most 256 rows), from a group on; an Arrow file is one group."""
-    pa = _pyarrow()
-    damaged = (pa.ArrowException, OSError, ValueError, IndexError, KeyError)
+def _table_items(path: Path, name: str) -> Iterator[Item]:
+    """Yields the rows of a table, and a fault where it is damaged."""
+    row_number = 0
     try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
+        _, _, first = next(_table_batches(path), (0, 0, None))
+        if first is None:
+            return
+        column, text, label = _table_columns(path, first.schema)
+        wanted = [name for name in (text, label) if name] or [column]
+        for group, number, batch in _table_batches(path, wanted):
+            captions = batch.column(text).to_pylist() if text else [None] * batch.num_rows
+            labels = batch.column(label).to_pylist() if label else [None] * batch.num_rows
+            for row in range(batch.num_rows):
+                where = ("row", str(path), group, number, row, column)
+                row_label = "" if labels[row] is None else str(labels[row])[:MAX_LABEL]
+                yield Item(f"{name}/{row_number:08d}", where, captions[row], row_label)
+                row_number += 1
+    except OSError as error:
+        yield Item(f"{name}/{row_number:08d}", (), fault=f"the table {DAMAGED} ({printable(reason_of(error), 200)})")
 
-            with open_regular(path) as raw, parquet.ParquetFile(raw) as file:
-                for g in range(group, file.num_row_groups):
-                    batches = file.iter_batches(batch_size=256, row_groups=[g], columns=columns)
-                    yield from ((g, i, batch) for i, batch in enumerate(batches))
-        else:
-            open_regular(path).close()
-            with pa.memory_map(str(path)) as mapped:
-                try:
-                    stream = pa.ipc.open_stream(mapped)
-                except pa.ArrowInvalid:
-                    file = pa.ipc.open_file(mapped)
-                    stream = (file.get_batch(i) for i in range(file.num_record_batches))
-                yield from ((0, i, batch) for i, batch in enumerate(stream))
-    except damaged as error:
+
+def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
+    """Yields (row group, number within it, record batch), from a group on; an Arrow file is one group."""
+    pa = _pyarrow()
+    try:
+        with open_regular(path) as raw:
+            if path.suffix == ".parquet":
+                from pyarrow import parquet
+
+                with parquet.ParquetFile(raw, buffer_size=1 << 20) as file:
+                    for g in range(group, file.num_row_groups):
+                        about = file.metadata.row_group(g)
+                        num = TABLE_BATCH_BYTES * about.num_rows // max(1, about.total_byte_size)
+                        batches = file.iter_batches(max(1, min(TABLE_BATCH, num)), row_groups=[g], columns=columns)
+                        yield from ((g, i, batch) for i, batch in enumerate(batches))
+            else:
+                is_file = raw.peek(6)[:6] == b"ARROW1"
+                reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(_Bounded(raw, MAX_TABLE_READ))
+                batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+                yield from ((0, i, batch) for i, batch in enumerate(batches))
+    except (pa.ArrowException, OSError, ValueError, IndexError, KeyError) as error:
         raise OSError(f"cannot be read as Parquet or Arrow: {reason_of(error)}") from error
 
 
-def _table_items(path: Path, name: str) -> Iterator[Item]:
-    """The rows of a table. Raises OSError where it is damaged."""
-    pa = _pyarrow()
-    column, texts, wanted = "", [], None
-    _, _, first = next(_table_batches(path), (0, 0, None))
-    if first is not None:
-        names = {name: first.schema.field(name).type for name in first.schema.names}
-        columns = [n for n, kind in names.items() if pa.types.is_struct(kind) or _is_bytes(pa, kind)]
-        columns.sort(key=lambda name: name not in ("image", "jpg", "png"))
-        if not columns:
-            raise InputError(f"{path} has no column of images: it needs one of bytes, or of {{bytes, path}}")
-        texts = [n for n in CAPTION_KEYS if n in names and _is_text(pa, names[n])]
-        column, wanted = columns[0], [*texts[:1], *(["label"] if "label" in names else [])]
-    row_number = 0
-    for group, number, batch in _table_batches(path, wanted or [column]):
-        captions = batch.column(texts[0]).to_pylist() if texts else [None] * batch.num_rows
-        labels = batch.column("label").to_pylist() if wanted and "label" in wanted else [""] * batch.num_rows
-        for row in range(batch.num_rows):
-            where = ("row", str(path), group, number, row, column)
-            label = "" if labels[row] is None else str(labels[row])[:MAX_LABEL]
-            yield Item(f"{name}/{row_number:08d}", where, captions[row], label)
-            row_number += 1
-
-
-def _is_bytes(pa: Any, kind: Any) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _is_text(pa: Any, kind: Any) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+def _table_columns(path: Path, schema: Any) -> tuple[str, str | None, str | None]:
+    """Returns which columns hold images, captions and labels."""
+    types = _pyarrow().types
+    kinds = {name: schema.field(name).type for name in schema.names}
+    images = [n for n, k in kinds.items() if types.is_struct(k) or types.is_binary(k) or types.is_large_binary(k)]
+    if not images:
+        raise InputError(f"{path} has no column of images: it needs one of bytes, or of {{bytes, path}}")
+    image = min(images, key=lambda name: name not in ("image", "jpg", "png"))
+    kinds |= {name: kind.value_type for name, kind in kinds.items() if types.is_dictionary(kind)}
+    texts = [n for n in CAPTION_KEYS if n in kinds and (types.is_string(kinds[n]) or types.is_large_string(kinds[n]))]
+    return image, next(iter(texts), None), "label" if "label" in kinds else None
 
 
 _open_table: dict[str, Any] = {}
@@ -587,15 +537,12 @@ _open_table: dict[str, Any] = {}
 def _table_image(path: str, group: int, number: int, row: int, column: str) -> bytes:
     last = _open_table.get("at", (None, -1, -1, None))
     if last[:3] != (path, group, number):
-        goes_on = last[:2] == (path, group) and number > last[2]
-        if not goes_on:
+        if last[:2] != (path, group) or number < last[2]:
             _open_table["batches"] = _table_batches(Path(path), [column], group)
-        for g, i, batch in _open_table["batches"]:
-            if (g, i) == (group, number):
-                _open_table["at"] = (path, group, number, batch)
-                break
-        else:
+        batch = next((batch for g, i, batch in _open_table["batches"] if (g, i) == (group, number)), None)
+        if batch is None:
             raise OSError("the row is no longer there")
+        _open_table["at"] = (path, group, number, batch)
     cell = _open_table["at"][3].column(column)[row].as_py()
     content = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(content, bytes):

@@ -54,7 +54,7 @@ class DatasetView:
         if bool(bad.any()):
             row = int(rows[int(bad.nonzero()[0])])
             raise InputError(
-                f"row {row} of {self.name} ({self.data.texts('key', [row])[0]}) holds latents that are not finite or "
+                f"row {row} of {self.name} ({self.data.strings('key', [row])[0]}) holds latents that are not finite or "
                 f"beyond {LARGEST:g}: its shard is damaged, copy it again from its source"
             )
         return latents
