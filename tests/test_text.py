@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from atoll.cards import TextEncoderCard, require_same
 from atoll.encoders import text
-from atoll.encoders.pretrained import check_same
 from atoll.encoders.text import (
     BEGIN,
     CHARACTERS,
@@ -174,11 +174,11 @@ class TestWords:
         assert torch.equal(again.tokenize(CAPTIONS), ids)
         assert torch.equal(again.encode(ids)[0], encoder.encode(ids)[0])
         assert again.describe() == encoder.describe()
-        assert json.loads(json.dumps(again.describe())) == again.describe()
+        assert TextEncoderCard.parse(again.describe().values(), "") == again.describe()
 
     def test_fingerprints_differ(self):
         specs = ("words", "words:32x32", "words:64x16")
-        assert len({make_text_encoder(spec).describe()["fingerprint"] for spec in specs}) == 3
+        assert len({make_text_encoder(spec).describe().fingerprint for spec in specs}) == 3
 
     def test_damage(self, tmp_path):
         with pytest.raises(InputError, match="there is no .*: give a folder in which it was saved"):
@@ -195,15 +195,11 @@ class TestWords:
 
     def test_bad_input(self):
         encoder = make_text_encoder("words")
-        for ids in ([[NUM_IDS]], [[-1]], [[1, 2**31 - 1]]):
-            with pytest.raises(InputError, match=r"token ids must be in \[0, 1073741824\), but reach from"):
-                encoder.encode(torch.tensor(ids, dtype=torch.int32))
-        for wrong in (torch.zeros(1, 33).int(), torch.zeros(1, 0).int(), torch.zeros(3).int(), torch.zeros(1, 3)):
-            with pytest.raises(InputError, match=r"token ids must be integers \[batch, up to 32\]"):
-                encoder.encode(wrong)
-        for captions in ("a cat", [None], [b"a"]):
-            with pytest.raises(InputError, match="captions must be a list of strings"):
-                encoder.tokenize(captions)  # type: ignore[arg-type]
+        wrong = [torch.tensor(ids, dtype=torch.int32) for ids in ([[NUM_IDS]], [[-1]], [[1, 2**31 - 1]])]
+        wrong += [torch.zeros(1, 33).int(), torch.zeros(1, 0).int(), torch.zeros(3).int(), torch.zeros(1, 3)]
+        for ids in wrong:
+            with pytest.raises(InputError, match=r"token ids must be integers \[batch, up to 32\] from 0"):
+                encoder.encode(ids)
 
     @pytest.mark.parametrize(
         ("spec", "message"),
@@ -211,7 +207,7 @@ class TestWords:
             ("word", "unknown text encoder 'word': did you mean 'words'"),
             ("clip", "unknown text encoder 'clip'"),
             ("words:64", "write it like words:64x32"),
-            ("words:63x32", "must be even"),
+            ("words:63x32", "the width even"),
             ("words:64x1", "at least 2"),
         ],
     )
@@ -263,7 +259,7 @@ class TestCLIP:
         assert mask.all()
         hidden = make_text_encoder(f"clip:{clip}")
         assert torch.equal(tokens, hidden.encode(hidden.null_ids())[0])
-        assert encoder.describe()["fingerprint"] != hidden.describe()["fingerprint"]
+        assert encoder.describe().fingerprint != hidden.describe().fingerprint
 
     def test_any_script(self, clip):
         encoder = make_text_encoder(f"clip:{clip}")
@@ -303,9 +299,8 @@ class TestCLIP:
             assert torch.equal(ours, theirs)
         assert encoder.encode(ids)[0].dtype == torch.float32
         here, there = encoder.describe(), again.describe()
-        assert {**here, "spec": ""} == {**there, "spec": ""}
-        check_same(here, there, "text encoder")
-        assert json.loads(json.dumps(here)) == here
+        assert {**here.values(), "spec": ""} == {**there.values(), "spec": ""}
+        require_same(here, there, "text encoder", Path("here"), "there")
 
     def test_a_whole_clip_in_one_folder(self, clip, tmp_path):
         """As openai/clip-vit-large-patch14 is published: both towers and the tokenizer's files side by side."""
@@ -330,12 +325,12 @@ class TestCLIP:
         assert torch.equal(encoder.encode(ids)[0], expected)
 
     def test_names_of_older_transformers(self, broken):
-        before = make_text_encoder(f"clip:{broken}").describe()["fingerprint"]
+        before = make_text_encoder(f"clip:{broken}").describe().fingerprint
         path = broken / "text_encoder" / "model.safetensors"
         weights = {f"text_model.{name.removeprefix('text_model.')}": value for name, value in load_file(path).items()}
         weights["text_model.embeddings.position_ids"] = torch.arange(16)[None]
         save_file(weights, path, metadata={"format": "pt"})
-        assert make_text_encoder(f"clip:{broken}").describe()["fingerprint"] == before
+        assert make_text_encoder(f"clip:{broken}").describe().fingerprint == before
 
     def refused(self, where: object, message: str) -> None:
         with pytest.raises(InputError, match=message) as caught:
@@ -361,7 +356,7 @@ class TestCLIP:
     def test_foreign(self, broken):
         path = broken / "text_encoder" / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "t5"}))
-        self.refused(broken, "holds a 't5', not a CLIP text encoder")
+        self.refused(broken, "holds a 't5': give a model of the kind clip or clip_text_model")
 
     def test_damaged_weights(self, broken):
         path = broken / "text_encoder" / "model.safetensors"
@@ -378,7 +373,7 @@ class TestCLIP:
 
     def test_ids_out_of_range(self, clip):
         encoder = make_text_encoder(f"clip:{clip}")
-        with pytest.raises(InputError, match=r"token ids must be in \[0, 516\), but reach from 516 to 516"):
+        with pytest.raises(InputError, match="token ids must be integers .* from 0 to 515"):
             encoder.encode(torch.tensor([[516]]))
 
     def test_without_transformers(self, clip, monkeypatch):
@@ -393,7 +388,7 @@ def test_a_fresh_process_agrees(clip):
         "    encoder = make_text_encoder(spec)\n"
         "    ids = encoder.tokenize(json.loads(sys.argv[2]))\n"
         "    tokens = hashlib.sha256(encoder.encode(ids)[0].numpy()).hexdigest()\n"
-        "    print(json.dumps([ids.tolist(), tokens, encoder.describe()]))"
+        "    print(json.dumps([ids.tolist(), tokens, encoder.describe().values()]))"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, str(clip), json.dumps(CAPTIONS)], capture_output=True, text=True, check=True
@@ -402,7 +397,7 @@ def test_a_fresh_process_agrees(clip):
         encoder = make_text_encoder(spec)
         ids = encoder.tokenize(CAPTIONS)
         tokens = hashlib.sha256(encoder.encode(ids)[0].numpy()).hexdigest()  # type: ignore[arg-type]
-        assert json.loads(line) == [ids.tolist(), tokens, encoder.describe()]
+        assert json.loads(line) == [ids.tolist(), tokens, encoder.describe().values()]
     assert run.stderr == "", "no progress bars, tables or warnings"
 
 

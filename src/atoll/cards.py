@@ -116,7 +116,7 @@ class TextEncoderCard(Card):
 class FeaturesCard(Card):
     spec: str
     dtype: str
-    dim: Size
+    dim: Size | None = None  # None: a score, not features
     transform: str
     fingerprint: str
 
@@ -358,20 +358,19 @@ class ModelIndex(Card):
 
     # --- the files ------------------------------------------------------------------------------------------------
 
-    def check_files(self, folder: Path, *names: str, digest: Callable[[Path, Path], str] = known_digest) -> None:
-        """Refuses files, or parts with any file, that are not as assembled; each is hashed once and remembered."""
-        for name, expected in self.files.items():
-            if name not in names and name.partition("/")[0] not in names:
-                continue
-            if name.endswith(".safetensors"):  # one that claims more than there is memory for is not hashed
-                TensorFile(folder / name, AGAIN, folder).close()
-            if file_digest(folder / name, folder, digest) != expected:
-                raise InputError(f"{folder / name} is not the file that the model was made of: {AGAIN}")
+    def verify(self, folder: Path, again: bool = True) -> None:
+        """Refuses a file that is not as assembled; parts that are missing altogether may be.
 
-    def verify(self, folder: Path) -> None:
-        """Reads every file again, and refuses the first that is not as assembled; whole parts may be missing."""
-        parts = {name.partition("/")[0] for name in self.files}
-        self.check_files(folder, *(part for part in parts if (folder / part).is_dir()), digest=digest_of)
+        Each file is hashed once and that is remembered until it changes, unless it shall be read `again`.
+        """
+        for name, expected in self.files.items():
+            path = folder / name
+            if not path.parent.exists():
+                continue
+            if path.suffix == ".safetensors":  # one that claims more than there is memory for is not hashed
+                TensorFile(path, AGAIN, folder).close()
+            if file_digest(path, folder, digest_of if again else known_digest) != expected:
+                raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
 
 
 def hash_of(value: Any) -> str:
@@ -390,12 +389,15 @@ def file_digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = di
 
 
 def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: Path, model: str | Path) -> None:
-    """Refuse a part whose codec or text encoder (`what`) is not that of `model`."""
+    """Refuses a part or data whose codec, text encoder or features (`what`) are not those of `model`.
+
+    The fingerprint and the dtype decide: the same weights in another folder are the same thing.
+    """
     if (theirs.fingerprint, theirs.dtype) != (ours.fingerprint, ours.dtype):
-        one, other = (f"{shown(card.spec)[1:-1]}, {card.fingerprint[:8]}" for card in (theirs, ours))
+        one, other = (f"{shown(card.spec)[1:-1]}, {card.dtype}, {card.fingerprint[:8]}" for card in (theirs, ours))
         raise InputError(
             f"{path} does not fit: its {what} ({one}) is not that of {model} ({other}), "
-            "so give parts that were made from one data set"
+            f"so prepare the data with the same {what}, or give parts that were made from one data set"
         )
 
 

@@ -10,27 +10,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from atoll.cards import CodecCard
 from atoll.encoders.pretrained import (
-    SAVED,
+    Foreign,
     Frozen,
     dtype_name,
     load_model,
+    load_saved,
     locate,
-    named,
     one_by_one,
-    public_spec,
     require,
-    save_model,
-    stored_dtype,
     two_numbers,
 )
 from atoll.errors import InputError, printable, shown, unknown
 from atoll.networks.published import read_weights
 from atoll.networks.stored import Stored
-from atoll.storage import read_json
 
 FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
-TAESD = ("taesd", "taesdxl", "taesd3", "taef1")  # whose authors publish encoder and decoder as two files
 MAX_COMPONENTS, EXPLAINED = 48, 0.99
 MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no image needs them
 MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
@@ -41,14 +37,14 @@ class Codec(Frozen):
 
     channels: int
     factor: int
-    cut_by = "pca patch"
+    card_class, place = CodecCard, FOLDER
 
     def latent_shape(self, size: int) -> tuple[int, int, int]:
         """Returns (C, h, w) of an image of `size` x `size`; sizes that cannot be encoded are errors."""
         if size < self.factor or size % self.factor:
             near = max(1, round(size / self.factor)) * self.factor
             raise InputError(
-                f"images of {size} x {size} cannot be cut by the {self.cut_by} of {self.factor}: use {near} x {near}"
+                f"images of {size} x {size} cannot be cut into patches of {self.factor}: use {near} x {near}"
             )
         return (self.channels, size // self.factor, size // self.factor)
 
@@ -58,17 +54,12 @@ class Codec(Frozen):
     def decode(self, latents: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def save(self, folder: str | Path) -> None:
-        """Writes it to `folder`/vae, from where `load_codec` reads it bit for bit."""
-        assert isinstance(self, Stored)
-        self.save_pretrained(Path(folder) / FOLDER)
-
     def sizes(self) -> dict[str, Any]:
         return {"channels": self.channels, "factor": self.factor}
 
 
 def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Codec:
-    """By its spec: the built-in ones, with pca fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
+    """Makes one by its spec: a built-in one, pca fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
     kind, _, rest = spec.partition(":")
     if kind == "vae" and rest:
         return VAE.open(rest, dtype)
@@ -81,10 +72,8 @@ def make_codec(spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = 
         return PatchPCA.fit(sample, patch_size, num_components)
     if spec == "pixels":
         return Pixels(PixelsConfig()).eval()
-    if spec and Path(spec).is_dir():
-        raise InputError(f"{spec} is a folder: write vae:{spec} if it holds a VAE, saved:{spec} if it is a data set")
-    if Path(spec).is_file():
-        raise _is_file(spec)
+    if spec and Path(spec).exists():
+        raise InputError(f"{spec} is a path: write vae:{spec} if it holds a VAE, saved:{spec} if it is a data set")
     raise unknown("codec", spec, ("pixels", "pca", "pca:PATCHxNUMBERS", "vae:HUB_ID_OR_FOLDER", "saved:DATA"))
 
 
@@ -94,13 +83,10 @@ def needs_sample(spec: str) -> bool:
 
 
 def load_codec(folder: str | Path) -> Codec:
-    """The codec that `save` wrote to `folder`/vae, or the VAE of a published ensemble."""
+    """Returns the codec that `save` wrote to `folder`/vae, or the VAE of a published ensemble."""
     path = Path(folder) / FOLDER
-    about = read_json(path / "config.json", SAVED, Path(folder))
-    if "_class_name" in about:
-        return VAE.open(str(path), stored_dtype(path))
-    classes: dict[str, type[Pixels | PatchPCA]] = {"Pixels": Pixels, "PatchPCA": PatchPCA}
-    return named(classes, about, path).from_pretrained(path)
+    codec: Codec = load_saved(path, (Pixels, PatchPCA), lambda dtype: VAE.open(str(path), dtype))
+    return codec
 
 
 @dataclass(frozen=True)
@@ -122,7 +108,7 @@ class Pixels(Codec, Stored):
         return check_images(images).float()
 
     def decode(self, latents: Tensor) -> Tensor:
-        return check_latents(latents, 3).float().clamp(-1, 1)
+        return latents.float().clamp(-1, 1)
 
     def settings(self) -> dict[str, Any]:
         return {"codec": "pixels"}
@@ -140,8 +126,7 @@ class PCAConfig:
         if not 1 <= self.patch_size <= MAX_PATCH or not 1 <= self.num_components <= 3 * self.patch_size**2:
             raise InputError(
                 f"a pca codec keeps 1 to 3 x patch x patch numbers of each patch of up to {MAX_PATCH} pixels a side, "
-                f"but {shown(self.num_components)} of {shown(self.patch_size)} x {shown(self.patch_size)} pixels "
-                "were asked for"
+                f"not {shown(self.num_components)} of a patch of {shown(self.patch_size)}"
             )
 
 
@@ -171,7 +156,7 @@ class PatchPCA(Codec, Stored):
 
     @classmethod
     def fit(cls, images: Tensor, patch_size: int | None = None, num_components: int | None = None) -> Self:
-        """Fitted to images[B, 3, S, S]; the same images give the same bytes. None: as many numbers as are useful."""
+        """Fits to images[B, 3, S, S]; the same images give the same bytes. None: as many numbers as are useful."""
         images = check_images(images)
         size = images.shape[2]
         patch_size = default_patch(size) if patch_size is None else patch_size
@@ -199,7 +184,6 @@ class PatchPCA(Codec, Stored):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        check_latents(latents, self.config.num_components)
         patch = self.config.patch_size
         patches = latents.float().permute(0, 2, 3, 1) * self.scale @ self.basis + self.mean  # [B, S/p, S/p, 3pp]
         grid = patches.unflatten(3, (3, patch, patch)).permute(0, 3, 1, 4, 2, 5)  # [B, 3, S/p, p, S/p, p]
@@ -213,7 +197,7 @@ class PatchPCA(Codec, Stored):
 
 
 def default_patch(size: int) -> int:
-    """The largest patch up to 8 x 8 that divides the image and leaves at least 4 x 4 of them."""
+    """Returns the largest patch up to 8 x 8 that divides the image and leaves at least 4 x 4 of them."""
     return max((p for p in range(1, 9) if size % p == 0 and size // p >= 4), default=1)
 
 
@@ -223,7 +207,7 @@ def _patches(images: Tensor, patch: int) -> Tensor:
 
 
 def _principal_components(images: Tensor, patch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Variances[3pp] from the largest, their directions as rows[3pp, 3pp], and the mean patch, in float64."""
+    """Returns variances[3pp] from the largest, their directions as rows[3pp, 3pp], and the mean patch, in float64."""
     patches_each = (images.shape[2] // patch) ** 2
     every = -(-len(images) * patches_each // MAX_PATCHES)
     images = images[::every]
@@ -243,23 +227,19 @@ def _principal_components(images: Tensor, patch: int) -> tuple[Tensor, Tensor, T
     return variances, basis * largest.sign(), mean
 
 
-class VAE(Codec):
+class VAE(Codec, Foreign):
     """diffusers' AutoencoderKL or AutoencoderTiny: the posterior's mode, shifted and scaled as its config says."""
 
-    CLASSES = ("AutoencoderKL", "AutoencoderTiny")
-    cut_by = "VAE factor"
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, vae: nn.Module, spec: str) -> None:
-        super().__init__()
-        self.vae = vae
-        self.spec = public_spec(spec)
-        config: Mapping[str, Any] = vae.config  # type: ignore[assignment]
+    def __init__(self, model: nn.Module, spec: str) -> None:
+        super().__init__(model, spec)
+        self.kind, config = type(model).__name__, self.model.config
         self.channels = int(config["latent_channels"])
         stages = "encoder_block_out_channels" if self.kind == "AutoencoderTiny" else "block_out_channels"
         self.factor = 2 ** (len(config[stages]) - 1)
-        # Most have one shift and one factor; a few have a mean and a deviation a channel.
+        # Most have one shift and one factor; a few have a mean and a deviation per channel.
         shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0).float()
         deviation = torch.tensor(config.get("latents_std") or 1.0).float()
         self.register_buffer("shift", shift.reshape(-1, 1, 1), persistent=False)
@@ -267,22 +247,20 @@ class VAE(Codec):
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype) -> Self:
-        """From a hub id or a folder that holds the VAE, or whose `vae` folder does, or the two files of a TAESD."""
-        if Path(where).is_file():
-            raise _is_file(where)
-        described = any((Path(where) / part / "config.json").exists() for part in (FOLDER, ""))
-        if not described and (pair := _find_taesd(Path(where))):
-            return cls(_open_taesd(*pair, dtype), f"vae:{where}")
-        place = locate(where, (FOLDER, ""))
-        name = place.config.get("_class_name")
-        if name not in cls.CLASSES:
-            raise InputError(f"{where} holds a {shown(name)}, not a VAE: give an {' or an '.join(cls.CLASSES)}")
+        """Opens a hub id or a folder that holds the VAE, or whose `vae` folder does, or the two files of a TAESD."""
+        if not any((Path(where) / part / "config.json").exists() for part in (FOLDER, "")):
+            suffixes = (".safetensors", ".pth")  # whose authors publish encoder and decoder as two files
+            encoders = [path for suffix in suffixes for path in sorted(Path(where).glob(f"tae*_encoder{suffix}"))]
+            pairs = [(path, path.with_name(path.name.replace("_encoder.", "_decoder."))) for path in encoders]
+            pairs = [(encoder, decoder) for encoder, decoder in pairs if decoder.exists()]
+            if len(pairs) > 1:
+                names = ", ".join(encoder.name for encoder, _ in pairs)
+                raise InputError(f"{where} holds several tiny VAEs ({names}): put the two files of one into a folder")
+            if pairs:
+                return cls(_open_taesd(*pairs[0], dtype), f"vae:{where}")
+        place = locate(where, (FOLDER, ""), ("AutoencoderKL", "AutoencoderTiny"))
         _check_vae(place.config, where)
-        return cls(load_model(getattr(require("diffusers", "hf"), name), place, dtype), f"vae:{where}")
-
-    @property
-    def kind(self) -> str:
-        return type(self.vae).__name__
+        return cls(load_model("diffusers", place.config["_class_name"], place, dtype), f"vae:{where}")
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
@@ -290,15 +268,14 @@ class VAE(Codec):
         return (self._finite(one_by_one(self._encode, images.to(self.dtype)).float()) - self.shift) * self.scale
 
     def _encode(self, images: Tensor) -> Tensor:
-        encoded = self.vae.encode(images)  # type: ignore[operator]
+        encoded = self.model.encode(images)
         latents: Tensor = encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent_dist.mode()
         return latents
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        check_latents(latents, self.channels)
         native = latents.float() / self.scale + self.shift
-        images = one_by_one(lambda x: self.vae.decode(x).sample, native.to(self.dtype))  # type: ignore[operator]
+        images = one_by_one(lambda x: self.model.decode(x).sample, native.to(self.dtype))
         return self._finite(images.float()).clamp(-1, 1)
 
     def _finite(self, values: Tensor) -> Tensor:
@@ -306,33 +283,17 @@ class VAE(Codec):
             raise InputError(f"{self.spec} overflows in {dtype_name(self.dtype)}: use float32 or bfloat16")
         return values
 
-    def describe(self) -> dict[str, Any]:
-        return {"spec": self.spec, "class": self.kind, **super().describe()}
-
     def sizes(self) -> dict[str, Any]:
-        return {**super().sizes(), **self._transform()}
+        return {"kind": self.kind, **super().sizes(), **self._transform()}
 
     def _transform(self) -> dict[str, list[float]]:
         return {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
 
-    def save(self, folder: str | Path) -> None:
-        save_model(self.vae, Path(folder) / FOLDER)
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.vae.state_dict()
-
     def settings(self) -> dict[str, Any]:
         # The widths and depths show in the weights; what does not is named here, for other versions add keys.
         names = ("act_fn", "norm_num_groups", "upsample_fn", "upsampling_scaling_factor")
-        config: Mapping[str, Any] = self.vae.config  # type: ignore[assignment]
+        config = self.model.config
         return {"codec": self.kind, **{name: config[name] for name in names if name in config}, **self._transform()}
-
-
-def _is_file(where: str) -> InputError:
-    return InputError(
-        f"{where} is a file, not a codec: give vae:FOLDER with config.json and weights as diffusers saves a VAE, "
-        f"or with {TAESD[0]}_encoder.safetensors and {TAESD[0]}_decoder.safetensors"
-    )
 
 
 def _check_vae(config: Mapping[str, Any], where: str) -> None:
@@ -341,14 +302,11 @@ def _check_vae(config: Mapping[str, Any], where: str) -> None:
     for key, known in (("in_channels", 3), ("out_channels", 3), ("upsampling_scaling_factor", 2)):
         if config.get(key, known) != known:
             raise InputError(f"{key} in the config of {where} is {shown(config[key])}, not {known}: give another VAE")
-    for key in ("scaling_factor", "shift_factor", "latents_mean", "latents_std"):
+    for key, least in (("scaling_factor", 1e-6), ("latents_std", 1e-6), ("shift_factor", 0), ("latents_mean", 0)):
         value = config.get(key)
-        if value is None:
-            continue
-        numbers = value if isinstance(value, list) and len(value) == channels else [value]
-        nonzero = key in ("scaling_factor", "latents_std")
-        if not all(
-            type(number) in (int, float) and (1e-6 if nonzero else 0) <= abs(number) <= 1e6 for number in numbers
+        numbers: Any = value if isinstance(value, list) and len(value) == channels else [value]
+        if value is not None and not all(
+            type(number) in (int, float) and least <= abs(number) <= 1e6 for number in numbers
         ):
             raise InputError(
                 f"{key} in the config of {where} is {shown(value)}, not a number for all or for each of its channels: "
@@ -356,23 +314,8 @@ def _check_vae(config: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _find_taesd(folder: Path) -> tuple[Path, Path] | None:
-    """Returns the encoder and the decoder that a folder holds as their authors publish them."""
-    pairs = [
-        (encoder, decoder)
-        for name in TAESD
-        for suffix in (".safetensors", ".pth")
-        if (encoder := folder / f"{name}_encoder{suffix}").exists()
-        and (decoder := folder / f"{name}_decoder{suffix}").exists()
-    ]
-    if len(pairs) > 1:
-        names = ", ".join(encoder.name for encoder, _ in pairs)
-        raise InputError(f"{folder} holds several tiny VAEs ({names}): put the two files of one into a folder")
-    return pairs[0] if pairs else None
-
-
 def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
-    """diffusers' AutoencoderTiny of the authors' own two files.
+    """Returns diffusers' AutoencoderTiny with the weights of the authors' own two files.
 
     Both number their layers. Their decoder's first clamps its input, which diffusers does without a layer. Theirs see
     images in [0, 1]; diffusers' classes scale to and from [-1, 1].
@@ -396,22 +339,11 @@ def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def check_images(images: Tensor) -> Tensor:
-    """The images, if they are floats [B, 3, S, S] in [-1, 1]."""
-    if images.dim() != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3] or not len(images):
-        raise InputError(f"images must have shape [batch, 3, size, size], but have {list(images.shape)}")
-    if not images.is_floating_point():
-        raise InputError(f"images must be floats in [-1, 1], but are {dtype_name(images.dtype)}")
-    low, high = (float(end) for end in images.aminmax())
-    if not (low >= -1.001 and high <= 1.001):  # NaN fails too
-        raise InputError(f"images must be in [-1, 1], but reach from {low:.3g} to {high:.3g}")
+    """Returns the images, asserted to be floats [B, 3, S, S] in [-1, 1]."""
+    _, channels, height, width = images.shape
+    assert (channels, height) == (3, width), images.shape
+    assert float(images.abs().max()) <= 1.001, "images must be in [-1, 1]"  # NaN fails too
     return images
-
-
-def check_latents(latents: Tensor, channels: int) -> Tensor:
-    """The latents, if they are [B, channels, h, w]."""
-    if latents.dim() != 4 or latents.shape[1] != channels:
-        raise InputError(f"latents must have shape [batch, {channels}, h, w], but have {list(latents.shape)}")
-    return latents
 
 
 def is_quick(codec: Codec) -> bool:
@@ -425,5 +357,5 @@ def device_of(codec: Codec) -> torch.device:
 
 
 def pictures_of(images: Tensor) -> NDArray[np.uint8]:
-    """Images [n, 3, S, S] in [-1, 1] as bytes [n, S, S, 3]."""
+    """Returns images [n, 3, S, S] in [-1, 1] as bytes [n, S, S, 3]."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from atoll.encoders.codecs import check_images
 from atoll.encoders.inception import InceptionV3
-from atoll.encoders.pretrained import Frozen, load_model, locate, one_by_one, public_spec, require
+from atoll.encoders.pretrained import Foreign, Frozen, load_model, locate, one_by_one, require
 from atoll.errors import InputError, printable, shown, unknown
 from atoll.networks.published import read_weights
 
@@ -39,7 +39,7 @@ class Features(Frozen):
 
 
 def make_features(spec: str, *, dtype: torch.dtype = torch.float32) -> Features:
-    """`simple`, `efficientnet`, `inception:FILE`, or `dino:` or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
+    """Makes `simple`, `efficientnet`, `inception:FILE`, or `dino:` or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
 
     `efficientnet:96` looks at 96 x 96 pixels, several times as fast, which is enough for images of 32.
     """
@@ -84,7 +84,7 @@ class Simple(Features):
         return torch.cat([2 * means.flatten(1), 4 * spread.flatten(1), edges.flatten(1)], 1)
 
     def _edges(self, light: Tensor) -> Tensor:
-        """Square roots of the strength of edges by direction and cell (Hellinger): [B, directions, 3, 3]."""
+        """Returns square roots of the strength of edges by direction and cell (Hellinger): [B, directions, 3, 3]."""
         x = F.pad(light[:, :, 2:] - light[:, :, :-2], (1, 1))
         y = F.pad(light[:, 2:] - light[:, :-2], (0, 0, 1, 1))
         turn = torch.arange(self.num_directions, device=light.device) * (math.pi / self.num_directions)
@@ -128,34 +128,20 @@ class EfficientNetLite(Features):
         return {"features": "efficientnet-lite0", "size": self.size}
 
 
-class Transformer(Features):
+class Transformer(Features, Foreign):
     """A network of transformers that looks at images; subclasses say which and how."""
 
     kind: ClassVar[str]
-    names: ClassVar[str]  # what users know it as
     model_class: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     spare: ClassVar[str]  # tensors of its file that are not needed
     config_names: ClassVar[tuple[str, ...]]  # what its features depend on
 
-    def __init__(self, model: Any, spec: str) -> None:
-        super().__init__()
-        self.model = model
-        self.spec = public_spec(spec)
-
     @classmethod
     def open(cls, where: str, dtype: torch.dtype) -> Self:
-        """From a hub id or a folder."""
-        place = locate(where, ("", "features"))
-        model_type = place.config.get("model_type")
-        if model_type not in cls.model_types:
-            accepted = " or ".join(cls.model_types)
-            raise InputError(f"{where} holds a {shown(model_type)}, not {cls.names}: give a {accepted} model")
-        model = load_model(getattr(require("transformers", "hf"), cls.model_class), place, dtype, cls.spare)
-        return cls(model, f"{cls.kind}:{where}")
-
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self.model.state_dict())
+        """Opens a hub id or a folder."""
+        place = locate(where, ("", "features"), cls.model_types)
+        return cls(load_model("transformers", cls.model_class, place, dtype, cls.spare), f"{cls.kind}:{where}")
 
     def settings(self) -> dict[str, Any]:
         return {"features": self.kind, **{name: getattr(self.model.config, name) for name in self.config_names}}
@@ -164,7 +150,7 @@ class Transformer(Features):
 class Dino(Transformer):
     """transformers' Dinov2Model: the normalised class token (1024 numbers of ViT-L, as in the paper)."""
 
-    kind, names, model_class, model_types = "dino", "DINOv2", "Dinov2Model", ("dinov2",)
+    kind, model_class, model_types = "dino", "Dinov2Model", ("dinov2",)
     spare = r"classifier\."
     config_names = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "use_swiglu_ffn")
     transform = ", ImageNet mean and deviation"
@@ -189,8 +175,7 @@ class Dino(Transformer):
 class CLIPImage(Transformer):
     """transformers' CLIPVisionModelWithProjection: what CLIP compares with a text, before it is made a unit vector."""
 
-    kind, names, model_types = "clip", "CLIP", ("clip", "clip_vision_model")
-    model_class = "CLIPVisionModelWithProjection"
+    kind, model_class, model_types = "clip", "CLIPVisionModelWithProjection", ("clip", "clip_vision_model")
     spare = r"text_model|text_projection|logit_scale|.*position_ids$"
     config_names = ("hidden_act", "layer_norm_eps", "num_attention_heads", "patch_size", "image_size")
     transform = ", bicubic, CLIP's mean and deviation"
@@ -251,7 +236,7 @@ class Inception(Features):
 
 
 def resize(images: Tensor, size: int, mode: str = "bilinear") -> Tensor:
-    """Bilinear or bicubic, and without aliasing when it makes them smaller."""
+    """Scales images, bilinear or bicubic, and without aliasing when it makes them smaller."""
     if images.shape[2] == size:
         return images.float()
     return F.interpolate(images.float(), (size, size), mode=mode, antialias=True)

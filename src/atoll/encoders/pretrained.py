@@ -10,38 +10,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from atoll.cards import EncoderCard, FeaturesCard
 from atoll.errors import InputError, printable, shown
 from atoll.networks.published import shard_names
+from atoll.networks.stored import Stored, folder_of
 from atoll.storage import make_readable, open_regular, read_json, reason_of, resolved
-from atoll.tensors import Entry, TensorFile, check_memory, read_header
+from atoll.tensors import DTYPES, TensorFile, check_memory, read_header
 
 SAVED = "give a folder in which it was saved, or copy it again"
 AGAIN = "copy it again from its source"
 WEIGHTS = ("diffusion_pytorch_model", "model")  # of diffusers and of transformers
+ENDS = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
 MAX_NUMBER = 2**24  # in a config: vocabularies have a quarter of a million words, and nothing is larger
 MAX_LAYERS, MAX_STAGES = 256, 16  # of equal layers, and of stages that differ
 SPARE = 2**20  # numbers that a network may have beside those of its file: weights that are tied, positions
 
 
 class Frozen(nn.Module):
-    """A network that is never trained. It describes itself for `dataset.json`, by which a data set knows its own."""
+    """A network that is never trained. Its card is in `dataset.json`, by which a data set knows its own."""
 
     spec: str
+    card_class: ClassVar[type[EncoderCard]] = FeaturesCard
+    place: ClassVar[str]  # its folder in a data set or a model, as the published Paris model has it
 
     @property
     def dtype(self) -> torch.dtype:
         return next((weight.dtype for weight in self.parameters()), torch.float32)
 
     def sizes(self) -> dict[str, Any]:
-        """Returns what `dataset.json` says of it beside its spec, dtype and fingerprint."""
+        """Returns what its card says beside its spec, dtype and fingerprint."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
@@ -51,38 +54,39 @@ class Frozen(nn.Module):
     def weights(self) -> Mapping[str, Tensor]:
         return self.state_dict()
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Any:
+        """Returns its card."""
         about = {"spec": self.spec, "dtype": dtype_name(self.dtype), **self.sizes()}
-        return {**about, "fingerprint": self.fingerprint}
+        return self.card_class(**about, fingerprint=self.fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
         return fingerprint(self.weights(), self.settings())
 
-
-def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], what: str) -> None:
-    """Refuse a codec, text encoder or features (`what`) that is not the one a data set was prepared with.
-
-    The fingerprint and the dtype decide: the same weights in another folder are the same thing.
-    """
-    if all(stored.get(key) == current.get(key) for key in ("fingerprint", "dtype")):
-        return
-    differ = [key for key in ("spec", "dtype", "fingerprint") if stored.get(key) != current.get(key)]
-    listed = ", ".join(f"{key} {_short(stored.get(key))} instead of {_short(current.get(key))}" for key in differ)
-    theirs, ours = stored.get("spec"), current.get("spec")
-    use = f"use {shown(theirs)}" if theirs != ours else f"use the {what} that was saved with them"
-    raise InputError(
-        f"the data were prepared with another {what} ({listed}): prepare the data again with {shown(ours)}, or {use}"
-    )
+    def save(self, folder: str | Path) -> None:
+        """Writes it to its place in `folder`, from where it is loaded bit for bit."""
+        assert isinstance(self, Stored)
+        self.save_pretrained(Path(folder) / self.place)
 
 
-def _short(value: object) -> str:
-    digest = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
-    return f"{str(value)[:12]}..." if digest else shown(value)
+class Foreign(Frozen):
+    """A network of diffusers or transformers, saved as these do."""
+
+    def __init__(self, model: nn.Module, spec: str) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.spec = public_spec(spec)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        # transformers 5 dropped a prefix from the names of CLIP's text side; the weights are the same
+        return {name.removeprefix("text_model."): tensor for name, tensor in self.model.state_dict().items()}
+
+    def save(self, folder: str | Path) -> None:
+        save_model(self.model, Path(folder) / self.place)
 
 
 def fingerprint(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
-    """SHA-256 of every tensor, its name, dtype and shape, and of the settings that alter outputs."""
+    """Returns the SHA-256 of every tensor, its name, dtype and shape, and of the settings that alter outputs."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in sorted(weights):
         tensor = weights[name].detach()
@@ -92,7 +96,7 @@ def fingerprint(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> s
 
 
 def one_by_one(compute: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """The batch as a whole on a GPU; on a CPU each alone, so that none depends on the batch it came in.
+    """Computes the batch as a whole on a GPU; on a CPU each alone, so that none depends on the batch it came in.
 
     That costs nothing there: EfficientNet is twice as fast on one image at a time as on 32, which leave the cache.
     """
@@ -102,7 +106,7 @@ def one_by_one(compute: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
 
 
 def two_numbers(spec: str, example: str) -> tuple[int, int] | None:
-    """The numbers of a spec like `pca:8x40`, None where there are none."""
+    """Returns the numbers of a spec like `pca:8x40`, None where there are none."""
     numbers = re.fullmatch(r"\w+(?::(\d{1,6})x(\d{1,6}))?", spec)
     if not numbers:
         raise InputError(f"cannot read {spec!r}: write it like {example}")
@@ -114,68 +118,67 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def public_spec(spec: str) -> str:
-    """A spec without the path of a folder or file on this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
+    """Returns a spec without the path of this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
     kind, _, where = spec.partition(":")
     return f"{kind}:{resolved(where).name}" if where and Path(where).exists() else spec
 
 
 class Place(NamedTuple):
-    """Where a published model lies."""
+    """Where a published model lies; one of the hub, where its files are kept on this machine."""
 
-    path: str  # a folder or a hub id
-    subfolder: str  # within a hub id
+    where: str  # as the user gave it
+    root: Path
+    folder: Path  # in the root, or the root itself
     config: dict[str, Any]
 
 
-def locate(where: str, subfolders: Sequence[str]) -> Place:
-    """The first of the subfolders of a folder or a hub id that has a config.json."""
-    if Path(where).is_dir():
-        for path in (Path(where) / subfolder for subfolder in subfolders):
-            if (path / "config.json").exists():
-                return Place(str(path), "", read_json(path / "config.json", SAVED, Path(where)))
+def locate(where: str, subfolders: Sequence[str], accepted: Sequence[str], beside: Sequence[str] = ()) -> Place:
+    """Returns the first of the subfolders that has a config.json, if it is of an accepted kind.
+
+    Of a hub id, the files `beside` it are downloaded too.
+    """
+    names = ["config.json", *(name + end for name in WEIGHTS for end in ENDS)]
+    files = [f"{subfolder}/{name}".lstrip("/") for subfolder in subfolders for name in names]
+    root = folder_of(where, files=[*files, *beside])
+    folder = next((root / name for name in subfolders if (root / name / "config.json").exists()), None)
+    if folder is None:
         raise InputError(f"{where} has no config.json: give the folder of a model, or a hub id")
-    if Path(where).exists():
-        raise InputError(f"{where} is a file: give the folder of a model, with config.json beside its weights")
-    for subfolder in subfolders:
-        try:
-            config = hf_hub_download(where, "config.json", subfolder=subfolder or None)
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            reason = printable(reason_of(error), 300)
-        else:
-            return Place(where, subfolder, read_json(Path(config), SAVED))
-    raise InputError(f"there is no folder {where}, and the hub did not give it either ({reason})")
+    config = read_json(folder / "config.json", SAVED, root)
+    kind = config.get("_class_name", config.get("model_type"))
+    if kind not in accepted:
+        raise InputError(f"{where} holds a {shown(kind)}: give a model of the kind {' or '.join(accepted)}")
+    return Place(where, root, folder, config)
 
 
-def load_model(cls: Any, place: Place, dtype: torch.dtype, spare: str = "") -> nn.Module:
-    """A frozen diffusers or transformers model, if its weights are whole; keys that match `spare` may be left over."""
-    check_config(place.config, place.path)
+def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare: str = "") -> nn.Module:
+    """Loads a frozen model whose weights are whole; keys that match `spare` may be left over."""
+    cls = getattr(require(library, "hf"), name)
+    check_config(place.config, place.where)
     try:
-        folder = _local_folder(place)
-        entries = _entries(folder)
         with _quiet():
-            _check_fit(cls, place, folder, entries)
-            model, info = cls.from_pretrained(str(folder), use_safetensors=True, output_loading_info=True)
+            _check_fit(cls, place)
+            model, info = cls.from_pretrained(str(place.folder), use_safetensors=True, output_loading_info=True)
             model = model.to(dtype).eval().requires_grad_(False)
         if hasattr(model, "register_to_config"):  # diffusers would write the path of this machine into every copy
-            model.register_to_config(_name_or_path=public_spec(f"vae:{place.path}").removeprefix("vae:"))
+            model.register_to_config(_name_or_path=public_spec(f"vae:{place.where}").removeprefix("vae:"))
     except InputError:
         raise
     except Exception as error:  # what a damaged config makes these libraries raise is anything
         raise InputError(
-            f"{place.path} has no whole {cls.__name__} in safetensors ({printable(reason_of(error), 300)}): {AGAIN}"
+            f"{place.where} has no whole {name} in safetensors ({printable(reason_of(error), 300)}): {AGAIN}"
         ) from error
     unknown_keys = [key for key in info["unexpected_keys"] if not (spare and re.match(spare, key))]
     for fault, keys in (("lacks", info["missing_keys"]), ("has the unknown tensor", unknown_keys)):
         for key in sorted(keys):
             raise InputError(
-                f"{place.path} {fault} {printable(key, 100)}: its weights are not those of the {cls.__name__} it names"
+                f"{place.where} {fault} {printable(key, 100)}: its weights are not those of the {name} it names"
             )
     for tensor in (*model.parameters(), *model.buffers()):
         # They may be mapped: then a file that is cut short kills the process, and sums round by where a tensor lies.
         tensor.data = tensor.data.clone()
-    for name, weight in model.state_dict().items():
+    for key, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
-            raise InputError(f"{name} in {place.path} holds values that are not finite: {AGAIN}")
+            raise InputError(f"{key} in {place.where} holds values that are not finite: {AGAIN}")
     assert isinstance(model, nn.Module)
     return model
 
@@ -189,70 +192,41 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         numbers = value if isinstance(value, list) else [value]
         parts = "layers" in key or "block" in key
         most = MAX_LAYERS if parts and "channels" not in key else MAX_NUMBER
-        sizes = [number for number in numbers if isinstance(number, int | float)]
-        if any(abs(number) > most for number in sizes) or (parts and len(numbers) > MAX_STAGES):
+        large = any(isinstance(number, int | float) and abs(number) > most for number in numbers)
+        if large or (parts and len(numbers) > MAX_STAGES):
             raise InputError(
                 f"{printable(key, 60)} in the config of {where} is {shown(value)}, more than any known model has: "
                 "give another"
             )
 
 
-def _local_folder(place: Place) -> Path:
-    """Returns the model's folder; of one on the hub, where its files are kept on this machine."""
-    if Path(place.path).is_dir():
-        return Path(place.path)
-
-    def download(name: str) -> Path:
-        return Path(hf_hub_download(place.path, name, subfolder=place.subfolder or None))
-
-    folder = download("config.json").parent
-    for name in WEIGHTS:
-        try:
-            download(f"{name}.safetensors")
-        except (HfHubHTTPError, LocalEntryNotFoundError):
-            try:
-                index = download(f"{name}.safetensors.index.json")
-            except (HfHubHTTPError, LocalEntryNotFoundError):
-                continue
-            for shard in shard_names(index):
-                download(shard)
-        return folder
-    raise OSError("it has no file of weights")
-
-
-def _entries(folder: Path) -> dict[str, Entry]:
-    """Returns what the headers of the weights say, all of which the files can hold."""
-    entries: dict[str, Entry] = {}
-    for name in WEIGHTS:
-        index = folder / f"{name}.safetensors.index.json"
-        files = shard_names(index) if index.exists() else []
-        files += [f"{name}.safetensors"] if (folder / f"{name}.safetensors").exists() else []
-        for file in files:
-            with open_regular(folder / file) as opened:
-                entries |= read_header(opened)[0]
-    if not entries:
-        raise OSError("it has no file of weights")
-    return entries
-
-
-def _check_fit(cls: Any, place: Place, folder: Path, entries: Mapping[str, Entry]) -> None:
+def _check_fit(cls: Any, place: Place) -> None:
     """Refuses a config that asks for a larger network than there are weights for, before memory is taken for it."""
+    paths = [place.folder / f"{name}.safetensors" for name in WEIGHTS]
+    files = [path for path in paths if path.exists()]
+    indices = [path.with_name(f"{path.name}.index.json") for path in paths]
+    files += [index.with_name(name) for index in indices if index.exists() for name in shard_names(index)]
+    num_stored = 0
+    for path in files:
+        with open_regular(path) as file:
+            num_stored += sum(math.prod(entry.shape) for entry in read_header(file)[0].values())
+    if not files:
+        raise OSError("it has no file of weights")
     with torch.device("meta"):
         if hasattr(cls, "from_config"):  # diffusers
             model = cls.from_config(place.config)
         else:
-            model = cls(cls.config_class.from_pretrained(str(folder)))
+            model = cls(cls.config_class.from_pretrained(str(place.folder)))
     num_needed = sum(weight.numel() for weight in model.state_dict().values())
-    num_stored = sum(math.prod(entry.shape) for entry in entries.values())
     if num_needed > 2 * num_stored + SPARE:
         raise InputError(
-            f"the config of {place.path} asks for {num_needed:,} weights, and its files have {num_stored:,}: {AGAIN}"
+            f"the config of {place.where} asks for {num_needed:,} weights, and its files have {num_stored:,}: {AGAIN}"
         )
-    check_memory(4 * num_needed, place.path)
+    check_memory(4 * num_needed, place.where)
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write what has a `save_pretrained` as safetensors."""
+    """Writes what has a `save_pretrained` as safetensors."""
     try:
         with _quiet():
             model.save_pretrained(folder)
@@ -262,19 +236,21 @@ def save_model(model: Any, folder: Path) -> None:
         raise InputError(f"cannot write to {folder} ({reason_of(error)}): free the disk or choose another") from error
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype in which the folder's weights were saved."""
-    names = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+def load_saved(folder: Path, ours: Sequence[type[Stored]], theirs: Callable[[torch.dtype], Frozen]) -> Any:
+    """Loads what a `save` wrote: one of our classes, or a foreign network in the dtype of its weights."""
+    about = read_json(folder / "config.json", SAVED, folder.parent)
+    if not about.keys() & {"_class_name", "model_type"}:
+        return named({cls.__name__: cls for cls in ours}, about, folder).from_pretrained(folder)
     for path in sorted(folder.glob("*.safetensors")):
         with TensorFile(path, AGAIN) as file:
-            kinds = {entry.dtype for entry in file.entries.values()}
-        for kind in sorted(kinds & names.keys()):
-            return names[kind]
+            kinds = {entry.dtype for entry in file.entries.values() if DTYPES[entry.dtype].is_floating_point}
+        if kinds:
+            return theirs(DTYPES[min(kinds)])
     raise InputError(f"{folder} has no weights in safetensors: {AGAIN}")
 
 
 def named(classes: Mapping[str, type], about: Mapping[str, Any], path: Path) -> Any:
-    """The class that a config of ours names."""
+    """Returns the class that a config of ours names."""
     name = about.get("model")
     if not isinstance(name, str) or name not in classes:
         raise InputError(
@@ -284,7 +260,7 @@ def named(classes: Mapping[str, type], about: Mapping[str, Any], path: Path) -> 
 
 
 def require(module: str, extra: str) -> Any:
-    """An optional library, or the sentence that says how to install it."""
+    """Returns an optional library, or says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -293,17 +269,14 @@ def require(module: str, extra: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars and key tables of transformers and diffusers: what they warn of, we check."""
-    bars = require("transformers", "hf").utils.logging
-    loggers = [logging.getLogger(name) for name in ("transformers", "diffusers")]
-    levels, bars_shown = [logger.level for logger in loggers], bars.is_progress_bar_enabled()
+    """Turns off the progress bars and key tables of transformers and diffusers: what they warn of, we check."""
+    bars, level = require("transformers", "hf").utils.logging, logging.root.manager.disable
+    bars_shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(level)
         if bars_shown:
             bars.enable_progress_bar()

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
@@ -15,24 +15,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from atoll.encoders.pretrained import (
-    SAVED,
-    Frozen,
-    dtype_name,
-    load_model,
-    locate,
-    named,
-    public_spec,
-    require,
-    save_model,
-    stored_dtype,
-    two_numbers,
-)
+from atoll.cards import TextEncoderCard
+from atoll.encoders.pretrained import Foreign, Frozen, load_model, load_saved, locate, require, save_model, two_numbers
 from atoll.errors import InputError, shown, unknown
 from atoll.networks.stored import Stored
-from atoll.storage import read_json
 
 FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the published Paris model has them
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 PADDING, BEGIN = 0, 1
 MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
 NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
@@ -50,6 +39,7 @@ class TextEncoder(Frozen):
 
     dim: int
     max_length: int
+    card_class, place = TextEncoderCard, FOLDER
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Returns int32 ids [B, max_length], cut and padded."""
@@ -63,10 +53,6 @@ class TextEncoder(Frozen):
         """Returns the ids of the empty string: [1, max_length]."""
         return self.tokenize([""])
 
-    def save(self, folder: str | Path) -> None:
-        """Writes it to `folder`/text_encoder (and /tokenizer), from where `load_text_encoder` reads it bit for bit."""
-        raise NotImplementedError
-
     def sizes(self) -> dict[str, Any]:
         return {"dim": self.dim, "max_length": self.max_length}
 
@@ -74,7 +60,7 @@ class TextEncoder(Frozen):
 def make_text_encoder(
     spec: str, *, hide_padding: bool | None = None, dtype: torch.dtype = torch.float32
 ) -> TextEncoder:
-    """`words`, `words:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
+    """Makes `words`, `words:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
 
     `hide_padding=False` lets experts attend to CLIP's padding, as those of Paris do.
     """
@@ -88,12 +74,11 @@ def make_text_encoder(
 
 
 def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -> TextEncoder:
-    """The text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble."""
-    path = Path(folder) / FOLDER
-    about = read_json(path / "config.json", SAVED)
-    if "model_type" in about:
-        return CLIPText.open(str(folder), stored_dtype(path), hide_padding)
-    return named({"Words": Words}, about, path).from_pretrained(path)
+    """Returns the text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble."""
+    encoder: TextEncoder = load_saved(
+        Path(folder) / FOLDER, (Words,), lambda dtype: CLIPText.open(str(folder), dtype, hide_padding)
+    )
+    return encoder
 
 
 @dataclass(frozen=True)
@@ -104,14 +89,11 @@ class WordsConfig:
     max_length: int = 32
 
     def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
-            raise InputError(f"the width of the words' tokens must be even and at least 2, but is {self.dim}")
-        if self.max_length < 2:
-            raise InputError(f"the length of the words' texts must be at least 2, but is {self.max_length}")
-        if self.dim > 65536 or self.max_length > 65536 or self.dim * self.max_length > MAX_POSITIONS:
+        sizes = 2 <= self.dim <= 65536 and 2 <= self.max_length <= 65536
+        if not sizes or self.dim % 2 or self.dim * self.max_length > MAX_POSITIONS:
             raise InputError(
-                f"words of width {shown(self.dim)} in texts of {shown(self.max_length)} take too much memory: "
-                f"the product may be up to {MAX_POSITIONS}"
+                f"words of width {shown(self.dim)} in texts of {shown(self.max_length)} cannot be: both must be at "
+                f"least 2, the width even, and their product at most {MAX_POSITIONS}"
             )
 
 
@@ -135,10 +117,11 @@ class Words(TextEncoder, Stored):
         # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
         powers = torch.arange(0, config.dim, 2, dtype=torch.float64, device="cpu") / config.dim
         angle = torch.arange(config.max_length, dtype=torch.float64, device="cpu")[:, None] / config.max_length**powers
-        self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1).float())  # [max_length, dim]
+        positions = torch.cat([angle.sin(), angle.cos()], 1).float()  # [max_length, dim]
+        self.register_buffer("positions", positions.to(torch.get_default_device()))
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
-        ids = torch.full((len(_check_captions(captions)), self.max_length), PADDING, dtype=torch.int32)
+        ids = torch.full((len(captions), self.max_length), PADDING, dtype=torch.int32)
         for row, caption in zip(ids, captions, strict=True):
             words = islice(split_words(_cut(caption, self.max_length)), self.max_length - 1)
             tokens = [BEGIN, *map(word_id, words)]
@@ -152,16 +135,13 @@ class Words(TextEncoder, Stored):
         tokens = _signs(ids, self.dim) + self.positions[: ids.shape[1]]
         return tokens * mask[..., None], mask
 
-    def save(self, folder: str | Path) -> None:
-        self.save_pretrained(Path(folder) / FOLDER)
-
     def settings(self) -> dict[str, Any]:
         probe = self.tokenize([PROBE]).tolist()
         return {"text": "words", **asdict(self.config), "num_ids": NUM_IDS, "probe": probe}
 
 
 def split_words(text: str) -> Iterator[str]:
-    """The words of a text in any script, in compatibility form and without case; punctuation is left out.
+    """Yields the words of a text in any script, in compatibility form and without case; punctuation is left out.
 
     Scripts that write no spaces, and emoji, give a word for each character.
     """
@@ -188,7 +168,7 @@ def split_words(text: str) -> Iterator[str]:
 
 @lru_cache(maxsize=1 << 16)
 def word_id(word: str) -> int:
-    """A word's id, the same in every process: not one of PADDING and BEGIN."""
+    """Returns a word's id, the same in every process: not one of PADDING and BEGIN."""
     digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
     return BEGIN + 1 + int.from_bytes(digest, "little") % (NUM_IDS - BEGIN - 1)
 
@@ -202,7 +182,7 @@ def split_mix(state: Tensor) -> Tensor:
 
 
 def _signs(ids: Tensor, dim: int) -> Tensor:
-    """A +-1 vector for each id, from 64 bits of SplitMix64 at a time: [..., dim]."""
+    """Returns a +-1 vector for each id, from 64 bits of SplitMix64 at a time: [..., dim]."""
     blocks = math.ceil(dim / 64)
     counters = ids.long()[..., None] * blocks + torch.arange(blocks, device=ids.device)  # [..., blocks]
     state = split_mix((counters + 1) * GOLDEN)
@@ -210,34 +190,26 @@ def _signs(ids: Tensor, dim: int) -> Tensor:
     return (bits * 2 - 1).flatten(-2)[..., :dim].float()
 
 
-class CLIPText(TextEncoder):
+class CLIPText(TextEncoder, Foreign):
     """transformers' CLIPTextModel: the last hidden state of each token."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, hide_padding: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.tokenizer = tokenizer
-        self.spec = public_spec(spec)
-        self.hide_padding = hide_padding
+        super().__init__(model, spec)
+        self.tokenizer, self.hide_padding = tokenizer, hide_padding
         self.dim = int(model.config.hidden_size)
         self.max_length = int(min(model.config.max_position_embeddings, tokenizer.model_max_length))
         model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading needs no argument
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype, hide_padding: bool | None = None) -> Self:
-        """From a hub id or folder with `text_encoder` and `tokenizer` in it, or with the files of both."""
-        place = locate(where, (FOLDER, ""))
-        kind = place.config.get("model_type")
-        if kind not in ("clip", "clip_text_model"):
-            raise InputError(f"{where} holds a {kind!r}, not a CLIP text encoder: give a clip or clip_text_model")
-        transformers = require("transformers", "hf")
+        """Opens a hub id or folder with `text_encoder` and `tokenizer` in it, or with the files of both."""
+        place = locate(where, (FOLDER, ""), ("clip", "clip_text_model"), (f"{TOKENIZER}/*", *TOKENIZER_FILES))
         # A whole CLIP also has the image side; old files also have the positions' numbers.
         spare = r"vision_model|visual_projection|text_projection|logit_scale|.*position_ids$"
-        model: Any = load_model(transformers.CLIPTextModel, place, dtype, spare)
+        model: Any = load_model("transformers", "CLIPTextModel", place, dtype, spare)
         if hide_padding is None:
             hide_padding = bool(place.config.get("atoll_hide_padding", True))
-        split = place.subfolder or (Path(where).is_dir() and Path(place.path) != Path(where))
-        tokenizer = _load_tokenizer(transformers.CLIPTokenizer, where, TOKENIZER if split else "")
+        tokenizer = _load_tokenizer(place.root if place.folder == place.root else place.root / TOKENIZER)
         if len(tokenizer) > model.config.vocab_size:
             raise InputError(
                 f"the tokenizer of {where} has {len(tokenizer)} tokens and its text encoder {model.config.vocab_size}: "
@@ -246,14 +218,14 @@ class CLIPText(TextEncoder):
         return cls(model, tokenizer, f"clip:{where}", hide_padding)
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
-        plain = [self._plain(caption) for caption in _check_captions(captions)]
+        plain = [self._plain(caption) for caption in captions]
         if not plain:
             return torch.zeros(0, self.max_length, dtype=torch.int32)
         tokens = self.tokenizer(plain, padding="max_length", truncation=True, max_length=self.max_length)
         return torch.tensor(tokens["input_ids"], dtype=torch.int32)
 
     def _plain(self, text: str) -> str:
-        """The text without half characters, which the tokenizer refuses, and words that would end it early."""
+        """Returns the text without half characters, which the tokenizer refuses, and words that would end it early."""
         text = _cut(text, self.max_length)
         for special in (self.tokenizer.bos_token, self.tokenizer.eos_token):
             text = text.replace(special, " ")
@@ -273,12 +245,8 @@ class CLIPText(TextEncoder):
         return {**super().sizes(), "hide_padding": self.hide_padding}
 
     def save(self, folder: str | Path) -> None:
-        save_model(self.model, Path(folder) / FOLDER)
+        super().save(folder)
         save_model(self.tokenizer, Path(folder) / TOKENIZER)
-
-    def weights(self) -> Mapping[str, Tensor]:
-        # transformers 5 dropped a prefix from the names; the weights are the same
-        return {name.removeprefix("text_model."): tensor for name, tensor in self.model.state_dict().items()}
 
     def settings(self) -> dict[str, Any]:
         config = self.model.config
@@ -293,11 +261,9 @@ class CLIPText(TextEncoder):
         }
 
 
-def _load_tokenizer(cls: Any, where: str, subfolder: str) -> Any:
-    path = str(Path(where) / subfolder) if Path(where).is_dir() else where
-    options = {"subfolder": subfolder} if subfolder and path == where else {}
+def _load_tokenizer(path: Path) -> Any:
     try:
-        tokenizer = cls.from_pretrained(path, **options)
+        tokenizer = require("transformers", "hf").CLIPTokenizer.from_pretrained(str(path))
     except Exception as error:  # the tokenizers library raises nothing more precise for a damaged file
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"{path} has no tokenizer that can be read ({reason}): copy it again") from error
@@ -306,24 +272,16 @@ def _load_tokenizer(cls: Any, where: str, subfolder: str) -> Any:
     return tokenizer
 
 
-def _check_captions(captions: Sequence[str]) -> Sequence[str]:
-    if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
-        raise InputError("captions must be a list of strings: put a single one into a list")
-    return captions
-
-
 def _cut(text: str, max_length: int) -> str:
-    """The part of a text that fills an encoder many times over: time and memory must not grow with the rest."""
+    """Returns the part of a text that fills an encoder many times over: time and memory must not grow with the rest."""
     return text[: CHARACTERS * min(max(max_length, 10), 65536)]
 
 
 def _check_ids(ids: Tensor, max_length: int, num_ids: int) -> Tensor:
-    if ids.dim() != 2 or ids.is_floating_point() or not 1 <= ids.shape[1] <= max_length:
-        kind = dtype_name(ids.dtype)
-        raise InputError(f"token ids must be integers [batch, up to {max_length}], but are {kind} {list(ids.shape)}")
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < num_ids):
+    fits = ids.dim() == 2 and not ids.is_floating_point() and 1 <= ids.shape[1] <= max_length
+    if not fits or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_ids):
         raise InputError(
-            f"token ids must be in [0, {num_ids}), but reach from {int(ids.min())} to {int(ids.max())}: "
-            "they come from another text encoder or a damaged file"
+            f"token ids must be integers [batch, up to {max_length}] from 0 to {num_ids - 1}: "
+            "these come from another text encoder or a damaged file"
         )
     return ids

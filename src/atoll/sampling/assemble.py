@@ -19,7 +19,6 @@ from atoll.cards import (
     CONFIG,
     INDEX,
     MAX_OTHER,
-    CodecCard,
     ExpertCard,
     ExpertEntry,
     LatentSpace,
@@ -27,7 +26,6 @@ from atoll.cards import (
     ObjectiveName,
     RouterCard,
     RouterEntry,
-    TextEncoderCard,
     file_digest,
     require_fit,
 )
@@ -83,8 +81,7 @@ def assemble(
     if not folders:
         raise InputError("there are no experts: give their folders, or one that `atoll train-all` has made")
     source = _find_data(given, data)
-    codec = CodecCard.parse(load_codec(source).describe(), str(source / CODEC))
-    text = TextEncoderCard.parse(load_text_encoder(source).describe(), str(source / TEXT))
+    codec, text = load_codec(source).describe(), load_text_encoder(source).describe()
     objectives = {folder: _check_expert(folder) for folder in folders}
     cards = {folder: ExpertCard.read(folder) for folder in folders}
     space = LatentSpace(shape=cards[folders[0]].latent_space.shape, codec=codec)

@@ -32,7 +32,7 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
             parts = Path(place) / resolved(folder).name
             codec.save(parts)
             text.save(parts)
-            space = {"text_encoder": text.describe()}
+            space = {"text_encoder": text.describe().values()}
             for path in tqdm(sources, unit=" parts", disable=None, leave=False):
                 is_router = path.name == ROUTER
                 converted = convert(path, replace(options, objective=None) if is_router else options)
@@ -40,7 +40,7 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
                     notes.setdefault(note, []).append(path.name)
                 config = converted.network.config
                 shape = [config.in_channels, config.input_size, config.input_size]
-                latents = {"shape": shape, "codec": codec.describe()}
+                latents = {"shape": shape, "codec": codec.describe().values()}
                 cluster = None if is_router else int(path.name[7:])
                 save(converted, parts / path.name, {**space, "latent_space": latents}, {"cluster": cluster})
             index = assemble([parts], None, out, parts)

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from atoll.cards import DATASET, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
-from atoll.encoders.pretrained import check_same
+from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import load_text_encoder
 from atoll.networks.dit import Trunk
 from atoll.training.settings import Settings
@@ -60,7 +61,7 @@ class CaptionedTask:
             self.text.to(device)
         self.null_ids = self.text.null_ids()
         self.about_text: Mapping[str, Any] = data.card.text.values()
-        check_same(self.about_text, self.text.describe(), "text encoder")
+        require_same(self.text.describe(), data.card.text, "text encoder", data.folder / TEXT, DATASET)
 
     @property
     def frozen_bytes(self) -> int:
