@@ -641,7 +641,7 @@ class TestFirstWeights:
         assert [row[:4] for row in cells[:3]] == [["expert", str(k), kind, "120"] for k, kind in
                                                   enumerate(("ddpm", "fm", "fm"))]  # fmt: skip
         assert [row[-1] for row in cells] == [str(pretrained / "b"), "random", "random", "random"]
-        assert cells[3][:4] == ["router", "clusters", str(RouterSettings().steps), str(RouterSettings().batch)]
+        assert cells[3][:3] == ["router", str(RouterSettings().steps), str(RouterSettings().batch)]
         assert cells[0][5] != cells[1][5] == cells[2][5]  # parameters
         assert re.fullmatch(r"2 at a time: \d+\.?\d* [MG]B of memory in all", total)
         sizes = sorted(float(row[6]) * {"MB": 1, "GB": 1000}[row[7]] for row in cells[:3])

@@ -3,44 +3,56 @@
 A node is a folder that is made once, so rerunning the command resumes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
+
+import torch
 
 from atoll.cards import INDEX
+from atoll.data.shards import Dataset
 from atoll.engines.local import find_slots, run_jobs
 from atoll.engines.train_all import job_of
+from atoll.errors import InputError
+from atoll.experiments.flops import flops_of_step
 from atoll.sampling.assemble import assemble
-from atoll.storage import read_json
-from atoll.training.settings import RouterSettings, Settings
+from atoll.storage import alone, make_folder, read_json, write_json
+from atoll.training.expert import ExpertTask
+from atoll.training.router import RouterTask
+from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings
+
+AnySettings = ExpertSettings | RouterSettings | DistillSettings
 
 
 class PartNode(NamedTuple):
     """An expert, a monolith, a student or a router, trained by a process of its own."""
 
     name: str
-    verb: Sequence[str]  # of the command line, with its arguments
     folder: Path
-    settings: Settings
-    init: Path | None = None  # the part whose weights it starts from
-
-    @classmethod
-    def expert(
-        cls, name: str, data: Path, cluster: int | None, folder: Path, settings: Settings, init: Path | None = None
-    ) -> Self:
-        """Without a cluster, the monolith."""
-        where = "all" if cluster is None else str(cluster)
-        return cls(name, ["train", str(data), "--cluster", where], folder, settings, init)
-
-    @classmethod
-    def router(cls, name: str, data: Path, folder: Path, settings: Settings) -> Self:
-        return cls(name, ["train-router", str(data)], folder, settings)
+    settings: AnySettings
+    data: Path
+    cluster: int | None = None  # of an expert; None: all of the data
+    init: "PartNode | None" = None  # whose weights it starts from
+    teacher: Path | None = None  # of a student
 
     @property
-    def is_complete(self) -> bool:
-        path = self.folder / "run.json"
-        return path.exists() and read_json(path, f"remove {self.folder}, and rerun the command").get("complete") is True
+    def verb(self) -> list[str]:
+        """Returns the verb of the command line, with its arguments."""
+        if isinstance(self.settings, RouterSettings):
+            return ["train-router", str(self.data)]
+        if self.teacher is not None:
+            return ["distill", str(self.teacher), str(self.data)]
+        init = [] if self.init is None else ["--init", str(self.init.folder)]
+        return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
+
+    def count_flops(self) -> float:
+        """Returns the FLOPs of its training: those of one sample, counted, times all samples."""
+        data, settings, cpu = Dataset.open(self.data, self.cluster), self.settings, torch.device("cpu")
+        kind: Any = RouterTask if isinstance(settings, RouterSettings) else ExpertTask
+        task = kind(data, settings, cpu)
+        return flops_of_step(task, 1) * settings.batch * settings.steps
 
 
 class ModelNode(NamedTuple):
@@ -48,44 +60,44 @@ class ModelNode(NamedTuple):
 
     folder: Path
     data: Path
-    experts: Sequence[PartNode]
-    router: PartNode | None = None
-
-    @property
-    def parts(self) -> list[PartNode]:
-        return [*self.experts, *([self.router] if self.router else [])]
+    parts: tuple[PartNode, ...]  # the router is among them, or the model has none
 
     @property
     def is_complete(self) -> bool:
         return (self.folder / INDEX).exists()
 
 
-@dataclass(frozen=True)
-class Graph:
-    """All parts and models of an experiment."""
+@contextmanager
+def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Holds a folder that is empty, or that was begun with the same settings, which are kept in a file of this name."""
+    make_folder(out)
+    with alone(out):
+        path, wanted = out / name, json.loads(json.dumps(settings))
+        files = sorted(file.name for file in out.iterdir() if not file.name.startswith("."))
+        if files and not path.exists():
+            raise InputError(f"{out} holds {files[0]} and no {name}: choose another --out")
+        if files and read_json(path, f"remove {out}, or choose another --out") != wanted:
+            raise InputError(f"{out} was begun with other settings or other data: give those, or choose another --out")
+        write_json(path, wanted)
+        yield
 
-    parts: Sequence[PartNode]
-    models: Sequence[ModelNode]
 
-    def train(self, device: str, progress: bool = True) -> None:
-        """Trains all parts that are not complete, those that start from another's weights after the others."""
-        # The longest first, so that no core idles long at the end.
-        longest = sorted(
-            self.parts,
-            key=lambda part: (isinstance(part.settings, RouterSettings), -part.settings.steps * part.settings.batch),
-        )
-        for later in (False, True):
-            jobs = [
-                job_of(part.name, [*part.verb, *(["--init", str(part.init)] if part.init else [])], part.folder,
-                       part.settings)
-                for part in longest
-                if (part.init is not None) == later
-            ]  # fmt: skip
-            run_jobs(jobs, find_slots(device), progress=progress, environment={"OMP_NUM_THREADS": "1"})
+def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> None:
+    """Trains all parts that are not complete, those that start from another's weights after the others."""
+    parts = {part for model in models for part in model.parts}
+    parts |= {part.init for part in parts if part.init}
+    # The longest first, so that no core idles long at the end.
+    ordered = sorted(
+        parts, key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch, p.name)
+    )
+    for later in (False, True):
+        jobs = [job_of(p.name, p.verb, p.folder, p.settings) for p in ordered if (p.init is not None) == later]
+        run_jobs(jobs, find_slots(device), progress=progress)
 
-    def assemble(self) -> None:
-        for model in self.models:
-            if not model.is_complete:
-                experts = [part.folder for part in model.experts]
-                router = model.router.folder if model.router else None
-                assemble(experts, router, model.folder, model.data, without_router=router is None)
+
+def assemble_all(models: Sequence[ModelNode]) -> None:
+    for model in models:
+        if not model.is_complete:
+            router = next((part.folder for part in model.parts if isinstance(part.settings, RouterSettings)), None)
+            experts = [part.folder for part in model.parts if part.folder != router]
+            assemble(experts, router, model.folder, model.data, without_router=router is None)
