@@ -96,7 +96,6 @@ class TestFolders:
         write(tmp_path, {"a.png": png(), "a.txt": "a", "digits/b.png": png(1)})
         for place, options, message in (
             (tmp_path, {"num": 0}, "--num must be at least 1"),
-            ("shapes", {"follow_links": True}, "--follow-links is for folders"),
             ("shapes", {"num": 0}, "--num must be at least 1"),
             ("shapes", {"num": 5, "template": "a {label}"}, "leave --template out"),
             ("", {}, "the source is empty"),
@@ -132,7 +131,7 @@ class TestFolders:
             "ein Hund auf Gras",
             "狗在草地上",
             "[empty caption]",
-            "[caption is not UTF-8]",
+            "[image or caption cannot be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)]",  # noqa: E501
             "[no caption]",
         ]
 
@@ -145,30 +144,28 @@ class TestFolders:
         (inside / "away").symlink_to(outside)
         (inside / "itself.png").symlink_to("itself.png")
         found = captions(inside)
-        out = "[a link that leads out of the folder]"
-        itself = "[cannot be read (Too many levels of symbolic links)]"
-        assert found == {"also.png": "y", "itself.png": itself, "leads.png": out, "real.png": "r", "away": out}
+        out = "[image or caption cannot be read (it is a link that leaves its folder)]"
+        itself = "[image or caption cannot be read (Too many levels of symbolic links)]"
+        away = "[a linked folder: give it as a source of its own]"
+        assert found == {"also.png": "y", "itself.png": itself, "leads.png": out, "real.png": "r", "away": away}
 
     def test_linked_folders(self, tmp_path):
-        """Those within the tree are read when asked for, each once, however they are linked."""
+        """What is not read already is told."""
         files: dict[str, bytes | str] = {}
-        for i, folder in enumerate((".store/a", ".store/b", "c")):
+        for i, folder in enumerate((".store/a", "c")):
             files |= {f"{folder}/{i}.png": png(i), f"{folder}/{i}.txt": f"picture {i}"}
         write(tmp_path, files)
-        for link in ("a", ".store/a/back", "c/a", "c/again"):
+        for link in ("a", "c/a", "c/again"):
             (tmp_path / link).symlink_to(tmp_path / (".store/a" if link != "c/again" else "c"))
-        (tmp_path / ".store" / "a" / "b").symlink_to("../b")
-        not_asked = "[a linked folder, which --follow-links would read]"
-        assert captions(tmp_path) == {"c/2.png": "picture 2", "a": not_asked, "c/a": not_asked}
-        followed = captions(tmp_path, follow_links=True)
-        assert followed == {"c/2.png": "picture 2", "a/0.png": "picture 0", "a/b/1.png": "picture 1"}
+        fault = "[a linked folder: give it as a source of its own]"
+        assert captions(tmp_path) == {"c/1.png": "picture 1", "a": fault, "c/a": fault}
 
     def test_texts_that_lead_out(self, tmp_path):
         """A link beside a picture would publish whatever it leads to."""
         write(tmp_path / "out", {"secret.txt": "password", "rows.jsonl": '{"file_name": "a.png", "text": "password"}'})
         inside = write(tmp_path / "in", {"a.png": png()})
         (inside / "a.txt").symlink_to(tmp_path / "out" / "secret.txt")
-        assert captions(inside) == {"a.png": "[caption cannot be read (it is a link that leaves its folder)]"}
+        assert captions(inside) == {"a.png": "[image or caption cannot be read (it is a link that leaves its folder)]"}
         (inside / "metadata.jsonl").symlink_to(tmp_path / "out" / "rows.jsonl")
         with pytest.raises(InputError, match=r"metadata.jsonl cannot be read \(it is a link that leaves its folder\)"):
             captions(inside)
@@ -176,7 +173,7 @@ class TestFolders:
     @pytest.mark.timeout(60)
     def test_what_is_no_file(self, tmp_path):
         """A FIFO would hang whoever opens it, a device never ends."""
-        write(tmp_path, {"b.png": png(), "c.png": png(1), "c.txt": "c"})
+        write(tmp_path, {"a.txt": "a", "b.png": png(), "c.png": png(1), "c.txt": "c", "d.txt": "d"})
         for name in ("a.png", "b.txt", "0.tar", "0.parquet"):
             os.mkfifo(tmp_path / name)
         with socket.socket(socket.AF_UNIX) as server:
@@ -200,11 +197,11 @@ class TestFolders:
         for path in tmp_path.glob("*.parquet"):
             path.unlink()
         assert captions(tmp_path) == {
-            "a.png": "[it is a FIFO, not a file]",
-            "b.png": "[caption cannot be read (it is a FIFO, not a file)]",
+            "a.png": "[cannot be read (it is a FIFO, not a file)]",
+            "b.png": "[image or caption cannot be read (it is a FIFO, not a file)]",
             "c.png": "c",
-            "d.png": "[it is a socket, not a file]",
-            "e.png": "[a link that leads out of the folder]",
+            "d.png": "[cannot be read (it is a socket, not a file)]",
+            "e.png": "[image or caption cannot be read (it is a link that leaves its folder)]",
         }
         os.mkfifo(tmp_path / "metadata.jsonl")
         with pytest.raises(InputError, match="it is a FIFO"):
@@ -218,8 +215,8 @@ class TestFolders:
         (tmp_path / "b.txt").write_text("")
         os.truncate(tmp_path / "b.txt", 1 << 40)
         found = captions(tmp_path)
-        assert found["a.png"] == "[larger than 256 MB]"
-        assert found["b.png"] == "[caption cannot be read (it is larger than 1,048,576 bytes)]"
+        assert found["a.png"] == "[cannot be read (it is larger than 268,435,456 bytes)]"
+        assert found["b.png"] == "[image or caption cannot be read (it is larger than 1,048,576 bytes)]"
         assert found["c.png"] == ("word " * 10_000)[:10_000].strip()
         for name in ("metadata.csv", "metadata.jsonl"):
             (tmp_path / name).write_text("file_name,text\n")
@@ -378,17 +375,19 @@ class TestDamage:
         assert captions(tmp_path / "0.tar") == {"0.tar/a.png": "[not a plain file in the archive]"}
 
     def test_members_that_are_too_large(self, tmp_path):
-        """The archive has a hole where its picture should be."""
-        info = tarfile.TarInfo("a.png")
-        info.size = 1 << 40
-        text = tarfile.TarInfo("a.txt")
-        text.size = 1 << 40
+        """The archive has holes where its image and another's caption should be."""
+        sizes = {"a.png": 1 << 40, "a.txt": 0, "b.png": 0, "b.txt": 1 << 40}
         with (tmp_path / "0.tar").open("wb") as file:
-            file.write(info.tobuf())
-            file.seek(info.size, os.SEEK_CUR)
-            file.write(text.tobuf())
-            file.truncate(file.tell() + text.size + 1024)
-        assert captions(tmp_path / "0.tar") == {"0.tar/a.png": "[larger than 256 MB]"}
+            for name, size in sizes.items():
+                info = tarfile.TarInfo(name)
+                info.size = size or 1
+                file.write(info.tobuf() + (b"" if size else b"x".ljust(512, b"\0")))
+                file.seek(size, os.SEEK_CUR)
+            file.truncate(file.tell() + 1024)
+        assert captions(tmp_path / "0.tar") == {
+            "0.tar/a.png": "[cannot be read (it is larger than 268,435,456 bytes)]",
+            "0.tar/b.png": "[caption cannot be read (it is larger than 1,048,576 bytes)]",
+        }
 
 
 class TestTars:

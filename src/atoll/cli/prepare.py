@@ -24,7 +24,6 @@ def prepare(
     seed: int = 0,
     workers: int | None = None,
     device: str = "auto",
-    follow_links: bool = False,
 ) -> None:
     """Make a data set of images with captions. Rerun the command to resume.
 
@@ -57,15 +56,13 @@ def prepare(
         seed: Of a built-in data set, and of the choice of NUM images of any other.
         workers: Processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
-        follow_links: Also read folders that are links to others within SOURCE, each once. A link that leads out of
-            it is never followed.
     """
     from atoll.data.prepare import PrepareSettings, damage_in
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
     settings = PrepareSettings(size, codec, text, features, holdout, near_duplicates, min_side, max_aspect, license)
-    place = Source(source, template, num, size, seed, follow_links)
+    place = Source(source, template, num, size, seed)
     card = make(place, out, settings, workers, device=device)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))
     print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")

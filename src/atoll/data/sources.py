@@ -11,7 +11,6 @@ import hashlib
 import heapq
 import os
 import posixpath
-import stat
 import tarfile
 import unicodedata
 from collections import deque
@@ -33,7 +32,7 @@ from atoll.data.builtin import NAMES, make
 from atoll.data.images import CroppedImage, Rejected, Transform, read_image
 from atoll.errors import InputError, printable, shown
 from atoll.processes import die_with_parent
-from atoll.storage import KINDS, check_size, open_regular, parse_json, read_bytes, real_path, reason_of, resolved
+from atoll.storage import check_size, open_regular, parse_json, read_bytes, real_path, reason_of, resolved
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 TABLES = (".parquet", ".arrow")
@@ -78,7 +77,6 @@ class Source:
     num: int | None = None  # how many: the first of a built-in one, a random choice of any other
     size: int = 32
     seed: int = 0
-    follow_links: bool = False  # to folders that lie within the source
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind_of(self.place))
@@ -88,18 +86,21 @@ class Source:
             raise InputError(f"{self.place} has captions of its own: leave --template out")
         if self.template is not None and "{label}" not in self.template:
             raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
-        if self.follow_links and self.kind != "folder":
-            raise InputError(f"--follow-links is for folders of images: leave it out for {self.place}")
 
     def items(self) -> Iterator[Item]:
         """Yields all items, in their order; with `num`, so many of them, and all that have a fault."""
-        left = self.num
-        for item in self._all():
-            if item.fault or left is None or self.kind == "built-in":
-                yield item
-            elif left and self._rank(item) <= self._last_rank:
-                left -= 1
-                yield item
+        everything = self.num is None or self.kind == "built-in"
+        return (item for item in self._all() if everything or item.fault or self._rank(item) in self._chosen)
+
+    @cached_property
+    def _chosen(self) -> set[int]:
+        """The ranks of `num` items."""
+        return set(heapq.nsmallest(self.num or 0, (self._rank(item) for item in self._all() if not item.fault)))
+
+    def _rank(self, item: Item) -> int:
+        """Returns a number for an item, by which some are chosen: from its name and the seed alone."""
+        name = f"{self.seed} {item.key}".encode("utf-8", "surrogateescape")
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
     def _all(self) -> Iterator[Item]:
         place = Path(self.place)
@@ -108,25 +109,19 @@ class Source:
                 where = ("built-in", self.place, self.num, self.size, self.seed, i)
                 yield Item(f"{self.place}/{i:08d}", where, caption="?")
         elif self.kind == "folder":
-            yield from map(self._captioned, _folder_items(resolved(place), self.follow_links))
+            yield from map(self._captioned, _folder_items(resolved(place)))
         else:
             list_items = _tar_items if self.kind == "tar" else _table_items
-            for path, name in _files(place, self.kind):
+            paths = [resolved(place)]  # the user's own link may lead anywhere
+            if place.is_dir():
+                suffixes, found = ([".tar"], place.glob("*")) if self.kind == "tar" else (TABLES, place.rglob("*"))
+                paths = sorted(path for path in found if path.suffix in suffixes)
+            for path in paths:
+                name = path.relative_to(place).as_posix() if place.is_dir() else place.name
                 try:
                     yield from map(self._captioned, list_items(real_path(path, path.parent), name))
                 except OSError as error:
                     yield Item(name, (), fault=f"cannot be read ({reason_of(error)})")
-
-    def _rank(self, item: Item) -> int:
-        """Returns a number for an item, by which `num` of them are chosen: from its name and the seed alone."""
-        name = f"{self.seed} {item.key}".encode("utf-8", "surrogateescape")
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-
-    @cached_property
-    def _last_rank(self) -> int:
-        """The rank of the last item that is chosen."""
-        least = heapq.nsmallest(self.num or 0, (self._rank(item) for item in self._all() if not item.fault))
-        return least[-1] if least else -1
 
     def _captioned(self, item: Item) -> Item:
         if item.fault:
@@ -145,8 +140,6 @@ class Source:
         choices: dict[str, Any] = {} if self.kind == "built-in" else {"template": self.template}
         if self.kind == "built-in" or self.num is not None:
             choices |= {"num": self.num, "seed": self.seed}
-        if self.follow_links:
-            choices["follow_links"] = True
         return {"name": name, "kind": self.kind, **choices}
 
 
@@ -171,15 +164,6 @@ def _kind_of(place: str) -> str:
     except OSError as error:
         raise InputError(f"{place} cannot be read ({reason_of(error)}): {offered}") from error
     return "tar" if path.suffix == ".tar" else "table"
-
-
-def _files(place: Path, kind: str) -> Iterator[tuple[Path, str]]:
-    """Yields the archives or tables of a source in order, with their names in it."""
-    if not place.is_dir():
-        yield resolved(place), place.name  # the user's own link may lead anywhere
-    else:
-        paths = place.glob("*.tar") if kind == "tar" else (p for p in place.rglob("*") if p.suffix in TABLES)
-        yield from ((path, path.relative_to(place).as_posix()) for path in sorted(paths))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -253,87 +237,43 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def _folder_items(root: Path, follow_links: bool) -> Iterator[Item]:
+def _folder_items(root: Path) -> Iterator[Item]:
     """Images with captions beside them, or in the metadata of their folder or of one above it."""
     metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
-    for folder, names, reason in _walk(root, follow_links):
-        if reason:
-            yield Item(folder.relative_to(root).as_posix(), (), fault=reason)
-            continue
+    folders, links = set[Path](), list[Path]()
+    for place, subfolders, names in os.walk(root):
+        folder = Path(place)
+        folders.add(folder)
+        visible = sorted(name for name in subfolders if not name.startswith("."))
+        links += [folder / name for name in visible if (folder / name).is_symlink()]
+        # A data set that was made of images is no source.
+        subfolders[:] = [name for name in visible if not os.path.lexists(folder / name / "dataset.json")]
         metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
         for name in [name for name in METADATA if name in names][:1]:
             metadata[folder], bad_rows = _read_metadata(folder / name, root)
             for number in bad_rows:
                 key = (folder / f"metadata, row {number}").relative_to(root).as_posix()
                 yield Item(key, (), fault=f"a row of {name} without file_name and text")
-        files = set(names)
-        for path in (folder / name for name in names):
-            if path.suffix.lower() not in IMAGES:
-                continue
-            size, fault = _look(path, root)
-            listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
-            caption = next((c for c in listed if c is not None), None)
-            if caption is None and not fault and (sidecar := path.with_suffix(".txt")).name in files:
-                caption, fault = _read_sidecar(sidecar, root)
-            label = "" if folder == root else folder.name
-            yield Item(path.relative_to(root).as_posix(), ("file", str(root), size), caption, label, fault)
+        for path in (folder / name for name in sorted(names)):
+            if path.suffix.lower() in IMAGES and not path.name.startswith("."):
+                listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
+                caption = next((c for c in listed if c is not None), None)
+                yield _file_item(path, root, caption, "" if folder == root else folder.name)
+    for link in links:
+        if not os.path.lexists(link / "dataset.json") and resolved(link) not in folders:
+            yield Item(link.relative_to(root).as_posix(), (), fault="a linked folder: give it as a source of its own")
 
 
-def _walk(root: Path, follow: bool) -> Iterator[tuple[Path, list[str], str]]:
-    """Yields each folder below root once, with its sorted file names, or the reason why a linked folder is not read.
-
-    Linked folders come last: most lead to what has been read already. A data set that was made of images is no source.
-    """
-    seen: set[Path] = set()
-    todo = deque([root])
-    while todo:
-        top = todo.popleft()
-        if top != root:
-            try:
-                real = real_path(top, root)
-            except OSError:
-                yield top, [], "a link that leads out of the folder"
-                continue
-            if real in seen or os.path.lexists(real / "dataset.json"):
-                continue
-            if not follow:
-                yield top, [], "a linked folder, which --follow-links would read"
-                continue
-        for place, subfolders, names in os.walk(top):
-            folder = Path(place)
-            seen.add(resolved(folder))
-            visible = sorted(name for name in subfolders if not name.startswith("."))
-            todo += [folder / name for name in visible if (folder / name).is_symlink()]
-            subfolders[:] = [name for name in visible if not os.path.lexists(folder / name / "dataset.json")]
-            yield folder, sorted(name for name in names if not name.startswith(".")), ""
-
-
-def _look(path: Path, root: Path) -> tuple[int, str]:
-    """Returns the size of an image's file, and what is wrong with it, which is found without opening it."""
+def _file_item(path: Path, root: Path, caption: str | None, label: str) -> Item:
+    """An image of a folder, with the caption beside it if there is no other."""
+    size, fault, sidecar = 0, "", path.with_suffix(".txt")
     try:
-        about = path.lstat()
-        if stat.S_ISLNK(about.st_mode):
-            about = os.stat(real_path(path, root))
-    except OSError as error:
-        leaves = error.errno == errno.EPERM
-        return 0, "a link that leads out of the folder" if leaves else f"cannot be read ({reason_of(error)})"
-    if not stat.S_ISREG(about.st_mode):
-        return 0, f"it is {KINDS.get(stat.S_IFMT(about.st_mode), 'not a regular file')}, not a file"
-    return about.st_size, _too_large(about.st_size)
-
-
-def _too_large(size: int) -> str:
-    return f"larger than {MAX_IMAGE >> 20} MB" if size > MAX_IMAGE else ""
-
-
-def _read_sidecar(path: Path, root: Path) -> tuple[str | None, str]:
-    """Returns the caption beside an image, or why there is one that cannot be read."""
-    try:
-        return read_bytes(path, MAX_TEXT, root).decode("utf-8-sig"), ""
-    except UnicodeDecodeError:
-        return None, "caption is not UTF-8"
-    except OSError as error:
-        return None, f"caption cannot be read ({reason_of(error)})"
+        size = (real_path(path, root) if path.is_symlink() else path).stat().st_size
+        if caption is None and os.path.lexists(sidecar):
+            caption = read_bytes(sidecar, MAX_TEXT, root).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        fault = f"image or caption cannot be read ({reason_of(error)})"
+    return Item(path.relative_to(root).as_posix(), ("file", str(root), size), caption, label, fault)
 
 
 def _read_metadata(path: Path, root: Path) -> tuple[dict[str, str], list[int]]:
@@ -442,20 +382,14 @@ def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: 
     if extension is None:
         return Item(stem, (), fault="no picture in the sample")
     member = sample[extension]
-    caption, fault = None, _too_large(member.size)
-
-    def text(extension: str) -> bytes:
-        return _span(raw, sample[extension].offset_data, sample[extension].size, MAX_TEXT)
-
+    caption, fault = None, ""
     try:
-        if ".txt" in sample:
-            caption = text(".txt").decode("utf-8-sig")
-        if not caption and ".json" in sample:
-            caption = _caption_in(parse_json(text(".json")))
-    except (ValueError, AttributeError):
-        fault = fault or "caption is not UTF-8 text or JSON"
-    except OSError as error:
-        fault = fault or reason_of(error)
+        if text := sample.get(".txt"):
+            caption = _span(raw, text.offset_data, text.size, MAX_TEXT).decode("utf-8-sig")
+        if not caption and (about := sample.get(".json")):
+            caption = _caption_in(parse_json(_span(raw, about.offset_data, about.size, MAX_TEXT)))
+    except (OSError, ValueError, AttributeError) as error:
+        fault = f"caption cannot be read ({printable(reason_of(error), 200)})"
     label = posixpath.basename(posixpath.dirname(stem.partition("/")[2]))
     return Item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), caption, label, fault)
 
@@ -547,8 +481,6 @@ def _table_image(path: str, group: int, number: int, row: int, column: str) -> b
     content = cell.get("bytes") if isinstance(cell, dict) else cell
     if not isinstance(content, bytes):
         raise OSError("the cell holds no image")
-    if len(content) > MAX_IMAGE:
-        raise OSError(_too_large(len(content)))
     return content
 
 
