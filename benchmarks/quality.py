@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
 from atoll.encoders.codecs import load_codec, pictures_of
 from atoll.encoders.features import make_features
@@ -42,7 +41,7 @@ from atoll.plots.contact_sheet import contact_sheet
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import get_routing
-from atoll.training.calibrate import judge
+from atoll.training.held_out import evaluate_expert
 
 CPU = torch.device("cpu")
 BUDGETS = (6, 10, 20, 50)
@@ -88,7 +87,7 @@ class Judge:
             how = get_routing(routing, every=every)
             parts.append(
                 generate(ensemble, prompts, seeds, solver=solver, times=uniform_times(steps), routing=how,
-                         guidance=Guidance(guidance))
+                         guidance=guidance)
             )  # fmt: skip
         seconds = time.perf_counter() - begun
         latents = torch.cat(parts)
@@ -103,7 +102,7 @@ def drawn_to_the_mean(expert: Expert, judge_: Judge) -> Expert:
     assert expert.prior is not None
     blind = replace(expert.prior, weight=torch.zeros_like(expert.prior.weight))
     with torch.no_grad():
-        found = judge(expert.network, expert.objective, rows, judge_.text, CPU, 2048, 128, blind)
+        found = evaluate_expert(expert.network, expert.objective, rows, judge_.text, CPU, 2048, 128, blind)
     return replace(expert, calibration=found.calibration, prior=blind)
 
 

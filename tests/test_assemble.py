@@ -45,7 +45,7 @@ def _parts(data: Path, run: Path, patch: pytest.MonkeyPatch) -> tuple[Path, Path
             0, progress=False)  # fmt: skip
     partition(data, 3, cap=1.3, progress=False)
     for judge in (expert_module, router_module):
-        patch.setattr(judge, "JUDGED_AT_THE_END", 256)  # how good they are does not matter here
+        patch.setattr(judge, "EVALUATED_AT_THE_END", 256)  # how good they are does not matter here
     for k, kind in enumerate(KINDS):
         train_expert(data, k, replace(QUICK, objective=kind), run / f"expert_{k}", progress=False)
     train_router(data, ROUTER, run / "router", progress=False)

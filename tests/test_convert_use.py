@@ -16,7 +16,6 @@ from atoll.convert import Options, convert
 from atoll.data.prepare import PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.diffusion.transfer import Transfer
 from atoll.errors import InputError
@@ -59,7 +58,7 @@ def dit(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def _judged_quickly(monkeypatch):
     for judge in (expert_module, router_module):
-        monkeypatch.setattr(judge, "JUDGED_AT_THE_END", 64)  # how good they are does not matter here
+        monkeypatch.setattr(judge, "EVALUATED_AT_THE_END", 64)  # how good they are does not matter here
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +132,12 @@ class TestAsItIs:
         text = torch.randn(4, 6, 64)
         prompts = Prompts.of(text, None, torch.randn(1, 2, 64))
         mixed = Ensemble(velocities, lambda x, t, _: x.new_tensor([[0.0, 1.0]]).expand(len(x), -1))
-        velocity = Mixture(mixed, prompts, routing=get_routing("full"), guidance=Guidance(scale))
+        velocity = Mixture(mixed, prompts, routing=get_routing("full"), guidance=scale)
         x, t = torch.randn(4, *SHAPE), torch.tensor(0.6)
         with torch.no_grad():
             both = velocity(x, t)
             theirs = velocities[1].velocity(x, t)
-            alone = Mixture(Ensemble(velocities[:1]), prompts, guidance=Guidance(scale))(x, t)
+            alone = Mixture(Ensemble(velocities[:1]), prompts, guidance=scale)(x, t)
         w = torch.softmax(torch.tensor([0.0, 1.0]), 0)
         torch.testing.assert_close(both, w[0] * alone + w[1] * theirs, rtol=1e-4, atol=1e-4)
 

@@ -21,7 +21,6 @@ from atoll.cli.main import main
 from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import load_text_encoder
@@ -79,8 +78,8 @@ def model(data, tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     for name in ("atoll.training.distill", "atoll.training.expert"):
-        monkeypatch.setattr(f"{name}.JUDGED", 48)
-        monkeypatch.setattr(f"{name}.JUDGED_AT_THE_END", 64)
+        monkeypatch.setattr(f"{name}.EVALUATED", 48)
+        monkeypatch.setattr(f"{name}.EVALUATED_AT_THE_END", 64)
 
 
 def without(model: Path, out: Path, expert: int) -> Path:
@@ -253,7 +252,7 @@ class TestTarget:
         pipe = AtollPipeline.from_pretrained(model)
         x = 0.4 * x0 + 0.6 * drawn[1]
         prompts = module.Prompts.encode(pipe.text_encoder, Dataset.open(data).strings("caption", rows.tolist()))
-        u = Mixture(pipe.ensemble, prompts, routing=ROUTINGS["router"], guidance=Guidance(2.0), trace=seen.append)(
+        u = Mixture(pipe.ensemble, prompts, routing=ROUTINGS["router"], guidance=2.0, trace=seen.append)(
             x, t[0]
         )
         torch.testing.assert_close(found, u, rtol=1e-4, atol=1e-4)
@@ -336,7 +335,7 @@ def student(data, model, tmp_path_factory) -> Path:
     """After a few steps, with guidance of 3 learned."""
     folder = tmp_path_factory.mktemp("student") / "dense"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("JUDGED", "JUDGED_AT_THE_END"):
+        for name in ("EVALUATED", "EVALUATED_AT_THE_END"):
             patch.setattr(module, name, 48)
             patch.setattr(f"atoll.training.expert.{name}", 48)
         settings = replace(QUICK, steps=45, guidance=3.0, sample_every=45, eval_every=15, save_every=45)

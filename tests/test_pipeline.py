@@ -367,7 +367,7 @@ class TestFolder:
 
     def test_with_the_vae_and_clip_of_stable_diffusion(self, kl, clip, tmp_path, monkeypatch):
         """Tiny ones of the very classes: with a tokenizer, a codec of its own dtype, and texts that are cut."""
-        monkeypatch.setattr("atoll.training.expert.JUDGED_AT_THE_END", 64)
+        monkeypatch.setattr("atoll.training.expert.EVALUATED_AT_THE_END", 64)
         prepare(Source("shapes", num=40, size=32), tmp_path / "data",
                 PrepareSettings(size=32, codec=f"vae:{kl}", text=f"clip:{clip}", holdout=0.2), 0,
                 progress=False)  # fmt: skip

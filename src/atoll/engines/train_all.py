@@ -16,12 +16,13 @@ from atoll.engines.local import Job, Slot, find_slots, run_jobs
 from atoll.errors import InputError
 from atoll.storage import alone, make_folder, read_json
 from atoll.training.distributed import Distributed
-from atoll.training.dry_run import Forecast, PreviewedTask, forecast_of
+from atoll.training.dry_run import Forecast, forecast_of
 from atoll.training.expert import ExpertTask
 from atoll.training.loop import build_task
 from atoll.training.memory import available, in_words
 from atoll.training.router import RouterTask, num_clusters_of
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags, refuse_another
+from atoll.training.task import CaptionedTask
 
 
 class Part(NamedTuple):
@@ -31,7 +32,7 @@ class Part(NamedTuple):
     verb: list[str]  # of the command that would train it alone, with its arguments
     folder: Path
     settings: ExpertSettings | RouterSettings
-    make_task: Callable[[torch.device], PreviewedTask]
+    make_task: Callable[[torch.device], CaptionedTask]
     init: Path | None = None
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.convert import Converted, Options, check_out, convert, describe, save
 from atoll.convert.diffusers_export import export
@@ -17,7 +17,7 @@ from atoll.errors import InputError
 from atoll.networks.text_prior import TextPrior
 from atoll.sampling.paris import assemble_paris
 from atoll.storage import resolved
-from atoll.training.calibrate import judge
+from atoll.training.held_out import evaluate_expert
 
 
 def convert_checkpoint(
@@ -91,24 +91,17 @@ def _next_step(converted: Converted, out: Path, data: Path | None) -> str:
     return f"atoll train {data or 'DATA'} --cluster K --init {out} --out EXPERT"
 
 
-class _WithoutText(nn.Module):
-    """A network that takes no text, called as one that does."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor, t: Tensor, text: Tensor, mask: Tensor) -> Tensor:
-        prediction: Tensor = self.network(x, t)
-        return prediction
-
-
 def _calibration(converted: Converted, data: Dataset, text: TextEncoder, num: int) -> Calibration:
     """Measures how far the x0 of a network without text can be trusted, on held-out images of its cluster."""
     assert converted.objective is not None
-    rows, nothing = DatasetView(data), torch.zeros(text.dim)
-    prior = TextPrior(rows.mean.float(), torch.zeros(text.dim, *rows.shape), nothing, nothing, 0.0)
-    network = _WithoutText(converted.network)
+    view, nothing = DatasetView(data), torch.zeros(text.dim)
+    prior = TextPrior(view.mean.float(), torch.zeros(text.dim, *view.shape), nothing, nothing, 0.0)
+    cpu = torch.device("cpu")
+
+    def network(x: Tensor, t: Tensor, *text: Tensor) -> Tensor:
+        prediction: Tensor = converted.network(x, t)
+        return prediction
+
     with torch.no_grad():
-        judgement = judge(network, converted.objective, rows, text, torch.device("cpu"), num, min(num, 16), prior)
-    return judgement.calibration
+        evaluated = evaluate_expert(network, converted.objective, view, text, cpu, num, min(num, 16), prior)
+    return evaluated.calibration

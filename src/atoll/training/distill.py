@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from atoll.cards import ExpertCard, ModelIndex, require_same
 from atoll.data.shards import Dataset
-from atoll.data.view import DatasetView, refuse_inside, spread_times
-from atoll.diffusion.guidance import Guidance
+from atoll.data.view import DatasetView, refuse_inside
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
@@ -33,10 +32,11 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import Routing
 from atoll.storage import resolved
 from atoll.training.dry_run import preview
-from atoll.training.expert import JUDGED, JUDGED_AT_THE_END, ExpertTask
+from atoll.training.expert import EVALUATED, EVALUATED_AT_THE_END, ExpertTask
+from atoll.training.held_out import held_out_batches
 from atoll.training.loop import train
 from atoll.training.settings import DistillSettings
-from atoll.training.task import Tensors
+from atoll.training.task import Tensors, bytes_of, on_linear_path
 
 ROUTINGS = {
     "label": Routing("oracle"),
@@ -52,7 +52,7 @@ class Teacher:
 
     ensemble: Ensemble
     routing: Routing
-    guidance: Guidance = field(default_factory=Guidance)
+    guidance: float = 1.0
     places: Mapping[int, int] | None = None  # of each cluster's expert; None: labels are places
     about: Mapping[str, Any] = field(default_factory=dict)  # for the student's card
 
@@ -81,7 +81,7 @@ class Teacher:
             "learned_guidance": learned.pop(),
         }
         places = places_of(folder, index) if by_label else None
-        return cls(pipe.ensemble, ROUTINGS[settings.teacher], Guidance(settings.guidance), places, about)
+        return cls(pipe.ensemble, ROUTINGS[settings.teacher], settings.guidance, places, about)
 
     @property
     def by_label(self) -> bool:
@@ -91,14 +91,14 @@ class Teacher:
     @property
     def learned_guidance(self) -> float:
         """What a student of it will have learned: guidance multiplies, for it leaves the null text as it is."""
-        return self.guidance.scale * float(self.about.get("learned_guidance", 1.0))
+        return self.guidance * float(self.about.get("learned_guidance", 1.0))
 
     def velocity(
         self,
         x: Tensor,
         t: Tensor,
-        text: tuple[Tensor, Tensor] | None = None,
-        null: tuple[Tensor, Tensor] | None = None,
+        text: Tensors | None = None,
+        null: Tensors | None = None,
         experts: Tensor | None = None,
     ) -> Tensor:
         """dx/dt at canonical (x, t), guided away from the `null` text; `experts`[B] teach by label."""
@@ -120,9 +120,7 @@ class Teacher:
         """Returns the size of the weights that are in memory at a time, at most."""
         experts = [expert for expert in self.ensemble.cache.experts if isinstance(expert, FolderExpert)]
         sizes = sorted(((expert.path / WEIGHTS).stat().st_size for expert in experts), reverse=True)
-        router = self.ensemble.router
-        tensors = router.state_dict().values() if isinstance(router, nn.Module) else ()
-        return sum(sizes[: self.ensemble.cache.max_resident]) + sum(w.numel() * w.element_size() for w in tensors)
+        return sum(sizes[: self.ensemble.cache.max_resident]) + bytes_of(self.ensemble.router)
 
 
 def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
@@ -162,41 +160,36 @@ class DistillTask(ExpertTask):
         self.teacher = teacher
         self.learned_guidance = teacher.learned_guidance
         if self.learned_guidance != 1:
-            self.guidance = Guidance()
+            self.guidance = 1.0
         self.experts = self._experts_of_rows(allow_missing)
-        self.null: tuple[Tensor, Tensor] | None = None
-        if teacher.guidance.scale != 1:
+        self.null: Tensors | None = None
+        if teacher.guidance != 1:
             self.null = self.text.encode(self.null_ids.to(device))
-        self._held_out: dict[int, list[Tensor]] = {}
-        theirs = teacher.about.get("license")
-        if theirs not in (None, "unknown", self.license):
-            self.license = f"{self.license} (data), {theirs} (teacher)"
+        self._targets: dict[int, list[Tensor]] = {}  # of held-out rows
+        self.add_license(teacher.about.get("license"), "teacher")
 
     def _experts_of_rows(self, allow_missing: bool) -> Tensor:
         """Returns who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
-        rows, places = self.view, self.teacher.places
+        view, places = self.view, self.teacher.places
         if not self.teacher.by_label:
-            return torch.zeros(len(rows.data), dtype=torch.long)
-        clusters = rows.data.clusters()
-        numbers = np.unique(clusters)
-        teachers = (
-            {int(k): int(k) for k in numbers if k < self.teacher.ensemble.num_experts} if places is None else places
-        )
-        untaught = [int(k) for k in numbers if int(k) not in teachers]
-        if untaught and not allow_missing:
-            listed = ", ".join(map(str, untaught))
-            raise InputError(
-                f"the teacher has no expert of cluster {listed} of {rows.data.folder}: give the data of its experts, "
-                "--allow-missing to leave these images out, or --teacher router"
-            )
-        experts = np.array([teachers.get(k, -1) for k in range(int(numbers.max()) + 1)], np.int64)[clusters]
+            return torch.zeros(len(view.data), dtype=torch.long)
+        clusters = view.data.clusters()
+        if places is None:
+            places = {k: k for k in range(self.teacher.ensemble.num_experts)}
+        experts = np.array([places.get(k, -1) for k in range(int(clusters.max()) + 1)], np.int64)[clusters]
         taught = experts >= 0
-        rows.train, rows.held_out = (part[taught[part]] for part in (rows.train, rows.held_out))
-        if not len(rows.train):
-            raise InputError(f"the teacher has no expert of any cluster of {rows.data.folder}: use --teacher router")
-        if not len(rows.held_out):
-            rows.measured_on = "training rows, for none that is taught was held out"
-        self.num_rows = len(rows.train)
+        if not taught.all() and not allow_missing:
+            raise InputError(
+                f"the teacher has no expert of cluster {', '.join(map(str, np.unique(clusters[~taught])))} of "
+                f"{view.data.folder}: give the data of its experts, --allow-missing to leave these images out, or "
+                "--teacher router"
+            )
+        view.train, view.held_out = (part[taught[part]] for part in (view.train, view.held_out))
+        if not len(view.train):
+            raise InputError(f"the teacher has no expert of any cluster of {view.data.folder}: use --teacher router")
+        if not len(view.held_out):
+            view.measured_on = "training rows, for none that is taught was held out"
+        self.num_rows = len(view.train)
         return torch.from_numpy(experts)
 
     @property
@@ -217,36 +210,26 @@ class DistillTask(ExpertTask):
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (indices, x0, ids, experts), (t, eps, dropped) = batch, drawn
         text = self.encode(ids, dropped, indices)
-        alpha, sigma, _, _ = LINEAR(t).broadcast(x0)
-        x = alpha * x0 + sigma * eps
+        x = on_linear_path(x0, eps, t)
         # A dropped text is the null text, which guidance leaves as it is: so the student can still be guided further.
         target = self.teacher.velocity(x, t, text, self.null, experts)
         return squared_error(network(x, t, *text), target)
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         metrics, grid = super().evaluate(sample)
-        return {**metrics, "held_out_teacher": self.loss_to_teacher(JUDGED)}, grid
+        return {**metrics, "held_out_teacher": self.loss_to_teacher(EVALUATED)}, grid
 
     @torch.no_grad()
     def loss_to_teacher(self, num: int) -> float:
         """Returns how far the student is from its teacher on held-out rows, always at the same noise and times."""
-        chosen = np.resize(self.view.judged_by(num), num)
-        chosen = chosen[np.argsort(self.experts[chosen].numpy(), kind="stable")]
-        generator = torch.Generator().manual_seed(0)
-        t = LINEAR.inside(spread_times(num, generator))
-        ask = num not in self._held_out  # the teacher says the same each time
-        targets = self._held_out.setdefault(num, [])
-        losses = []
-        for i, first in enumerate(range(0, num, self.at_a_time)):
-            at = chosen[first : first + self.at_a_time]
-            x0, times = self.view.latents(at), t[first : first + self.at_a_time]
-            alpha, sigma, _, _ = LINEAR(times).broadcast(x0)
-            x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(self.device)
-            times = times.to(self.device)
-            text = self.view.encode(self.text, self.view.tokens(at).to(self.device), torch.from_numpy(at))
-            if ask:
-                targets.append(self.teacher.velocity(x, times, text, self.null, self.experts[at]).cpu())
-            losses.append(squared_error(self.network(x, times, *text).float().cpu(), targets[i]))
+        targets, losses = self._targets.setdefault(num, []), []  # the teacher says the same each time
+        batches = held_out_batches(self.view, self.text, self.device, num, self.at_a_time, self.experts)
+        for i, (rows, x0, eps, times, text) in enumerate(batches):
+            t = LINEAR.inside(times)
+            x, t = on_linear_path(x0, eps, t).to(self.device), t.to(self.device)
+            if i == len(targets):
+                targets.append(self.teacher.velocity(x, t, text, self.null, self.experts[rows]).cpu())
+            losses.append(squared_error(self.network(x, t, *text).float().cpu(), targets[i]))
         return float(torch.cat(losses).mean())
 
     def as_expert(self, training: Mapping[str, Any]) -> Expert:
@@ -254,12 +237,12 @@ class DistillTask(ExpertTask):
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Measures against the teacher as well as against the data, and writes the student as an expert."""
-        apart = self.loss_to_teacher(JUDGED_AT_THE_END)
+        apart = self.loss_to_teacher(EVALUATED_AT_THE_END)
         about = {**self.teacher.about, "held_out_loss": apart}
         super().finish(folder, {**training, "teacher": about})
-        assert self.judgement is not None
+        assert self.evaluated is not None
         lines = [
-            f"a student of {about.get('name', 'its teacher')}: {apart:.4f} from it, loss {self.judgement.loss:.4f} "
+            f"a student of {about.get('name', 'its teacher')}: {apart:.4f} from it, loss {self.evaluated.loss:.4f} "
             f"against the images themselves, on {self.view.measured_on}"
         ]
         if self.learned_guidance != 1:

@@ -5,33 +5,18 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from PIL import Image
 
-from atoll.data.view import DatasetView
-from atoll.encoders.text import TextEncoder
 from atoll.training.batches import Batches
 from atoll.training.distributed import Distributed
 from atoll.training.loop import Learner, build_task
 from atoll.training.memory import Memory, Storages, available, in_words, largest_micro_batch, measure_base, predict
 from atoll.training.settings import Settings
-from atoll.training.task import Task
+from atoll.training.task import CaptionedTask
 
 PROBED = 4  # steps; the first is left out, for it is slower
-
-
-class PreviewedTask(Task, Protocol):
-    """A task, and what the memory that it takes depends on."""
-
-    text: TextEncoder
-    view: DatasetView
-
-    @property
-    def frozen_bytes(self) -> int: ...
-
-    def sample_grid(self) -> Image.Image | None: ...
 
 
 class Forecast(NamedTuple):
@@ -40,7 +25,7 @@ class Forecast(NamedTuple):
     grid_seconds: float  # of a grid of samples; 0 if there is none
 
 
-def preview(make_task: Callable[[torch.device], PreviewedTask], settings: Settings) -> Sequence[str]:
+def preview(make_task: Callable[[torch.device], CaptionedTask], settings: Settings) -> Sequence[str]:
     """Returns the resolved settings, the number of parameters, memory, and time after a short probe."""
     distributed = Distributed(settings)
     device, processes = distributed.device, distributed.size
@@ -66,7 +51,7 @@ def preview(make_task: Callable[[torch.device], PreviewedTask], settings: Settin
     return [*lines, f"this is more than the {in_words(free)} there are: {advice}"]
 
 
-def forecast_of(task: PreviewedTask, settings: Settings, distributed: Distributed) -> Forecast:
+def forecast_of(task: CaptionedTask, settings: Settings, distributed: Distributed) -> Forecast:
     """Predicts the memory of a task; a grid of samples is drawn as the run does, followed tensor by tensor."""
     network, device = task.network, distributed.device
     base = None
@@ -97,7 +82,7 @@ def forecast_of(task: PreviewedTask, settings: Settings, distributed: Distribute
     return Forecast(predicted(settings), predicted, time.perf_counter() - start)
 
 
-def _probe(task: PreviewedTask, settings: Settings, distributed: Distributed, grid_seconds: float) -> Sequence[str]:
+def _probe(task: CaptionedTask, settings: Settings, distributed: Distributed, grid_seconds: float) -> Sequence[str]:
     """Measures the time that a few steps take; nothing is written."""
     learner, seconds = Learner(task, settings, distributed), []
     try:

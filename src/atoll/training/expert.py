@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from atoll.cards import LatentSpace, TextEncoderCard, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import decode_rows, refuse_inside
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
 from atoll.encoders.codecs import Codec, is_quick, load_codec, pictures_of
-from atoll.encoders.pretrained import check_same, fingerprint
-from atoll.errors import InputError, shown
+from atoll.encoders.pretrained import fingerprint
+from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.expert import Expert
 from atoll.networks.presets import preset
@@ -25,20 +25,20 @@ from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.storage import resolved
 from atoll.training.batches import seeded
-from atoll.training.calibrate import Judgement, judge, measure_prior
 from atoll.training.dry_run import preview
+from atoll.training.held_out import Evaluated, evaluate_expert, measure_prior
 from atoll.training.loop import train
 from atoll.training.settings import DistillSettings, ExpertSettings
 from atoll.training.task import CaptionedTask, Tensors, bytes_of
 
-JUDGED, JUDGED_AT_THE_END = 512, 2048
+EVALUATED, EVALUATED_AT_THE_END = 512, 2048  # held-out rows
 IN_A_GRID = 12
 
 
 class ExpertTask(CaptionedTask):
     """(x_t, t, text) -> what the objective asks for."""
 
-    guidance = Guidance(2.0)  # of the images that a run shows
+    guidance = 2.0  # of the images that a run shows
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class ExpertTask(CaptionedTask):
         self.init: Mapping[str, Any] | None = None
         self.license = data.card.license
         self.network = self._make_network(init)
-        self.judgement: Judgement | None = None
-        self.view.latents(self.view.judged_by(JUDGED))  # what is damaged or missing shows now, not hours later
+        self.evaluated: Evaluated | None = None
+        self.view.latents(self.view.judged_by(EVALUATED))  # what is damaged or missing shows now, not hours later
         self.codec: Codec | None = None
         if settings.sample_every:
             self.codec = load_codec(data.folder)
@@ -68,36 +68,34 @@ class ExpertTask(CaptionedTask):
             with seeded("weights", self.settings.seed):
                 return DiT(DiTConfig(**sizes))
         network = DiT.from_pretrained(init, dtype=torch.float32)
-        config, card = network.config, network.card
-        sizes = preset(self.settings.model, input_size=config.input_size)
-        if self.settings.model != type(self.settings)().model and any(
-            getattr(config, name) != value for name, value in sizes.items()
-        ):
-            theirs_is = f"{config.hidden_size}x{config.depth}/{config.patch_size}"
-            raise InputError(f"{init} is of size {theirs_is}, not {self.settings.model}: leave --model out with --init")
-        if (config.in_channels, config.input_size) != (channels, size):
+        config, card, settings = network.config, network.card, self.settings
+        sizes = preset(settings.model, input_size=config.input_size)
+        is_chosen = settings.model != type(settings)().model
+        if is_chosen and any(getattr(config, name) != value for name, value in sizes.items()):
+            raise InputError(f"{init} is of size {_size(config)}, not {settings.model}: leave --model out with --init")
+        if (config.in_channels, config.input_size, config.text_dim) != (channels, size, self.text.dim):
             raise InputError(
-                f"{init} was made for latents {[config.in_channels, config.input_size, config.input_size]}, but "
-                f"{self.view.name} has {list(self.view.shape)}: prepare the data with the codec and size of {init}"
-            )
-        if config.text_dim != self.text.dim:
-            raise InputError(
-                f"{init} reads text {config.text_dim} wide, but {self.view.name} has {self.text.dim}: "
-                f"prepare the data with the text encoder of {init}"
+                f"{init} was made for latents {[config.in_channels, config.input_size, config.input_size]} and text "
+                f"{config.text_dim} wide, but {self.view.name} has {list(self.view.shape)} and {self.text.dim}: "
+                f"prepare the data with the codec, size and text encoder of {init}"
             )
         if "latent_space" in card:
-            check_same(self.view.latent_space()["codec"], _table(init, card, "latent_space", "codec"), "codec")
+            space = LatentSpace.parse(card["latent_space"], str(init))
+            require_same(self.view.data.card.codec, space.codec, "codec", self.view.data.folder, init)
         if "text_encoder" in card:
-            check_same(self.about_text, _table(init, card, "text_encoder"), "text encoder")
+            text = TextEncoderCard.parse(card["text_encoder"], str(init))
+            require_same(self.view.data.card.text, text, "text encoder", self.view.data.folder, init)
         self.init = {
             "name": resolved(init).name,
             "fingerprint": fingerprint(network.state_dict(), {}),
             **{key: card[key] for key in ("objective", "init", "license") if key in card},
         }
-        theirs = card.get("license")
-        if isinstance(theirs, str) and theirs not in ("unknown", self.license):
-            self.license = f"{self.license} (data), {theirs} (first weights)"
+        self.add_license(card.get("license"), "first weights")
         return network
+
+    def add_license(self, theirs: object, whose: str) -> None:
+        if isinstance(theirs, str) and theirs not in ("unknown", self.license):
+            self.license = f"{self.license} (data), {theirs} ({whose})"
 
     @property
     def frozen_bytes(self) -> int:
@@ -115,12 +113,14 @@ class ExpertTask(CaptionedTask):
         return self.objective.loss(lambda x, t: network(x, t, tokens, mask), x0, eps, t)
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
-        self.judgement = self._judge(JUDGED)
-        metrics = {"held_out": self.judgement.loss, "held_out_by_log_snr": self.judgement.loss_by_log_snr}
-        return metrics, self.sample_grid() if sample else None
+        loss, by_log_snr = self._evaluate(EVALUATED)
+        return {"held_out": loss, "held_out_by_log_snr": by_log_snr}, self.sample_grid() if sample else None
 
-    def _judge(self, num: int) -> Judgement:
-        return judge(self.network, self.objective, self.view, self.text, self.device, num, self.at_a_time, self.prior)
+    def _evaluate(self, num: int) -> tuple[float, list[float | None]]:
+        self.evaluated = evaluate_expert(
+            self.network, self.objective, self.view, self.text, self.device, num, self.at_a_time, self.prior
+        )
+        return self.evaluated.loss, self.evaluated.loss_by_log_snr
 
     @cached_property
     def prior(self) -> TextPrior:
@@ -138,7 +138,7 @@ class ExpertTask(CaptionedTask):
         prompts = Prompts.of(tokens, mask, *null)
         latents = generate(ensemble, prompts, range(len(rows)), guidance=self.guidance, times=uniform_times(24))
         images = pictures_of(codec.decode(latents))
-        captions = self.view.data.texts("caption", rows)
+        captions = self.view.data.strings("caption", rows)
         title = f"{self.view.name}, {self.settings.objective}"
         real = decode_rows(self.view.data, rows, codec, side=images.shape[1])
         return draw_samples({"held out": real, "made": images}, captions, title)
@@ -148,36 +148,27 @@ class ExpertTask(CaptionedTask):
             network=self.network,
             objective=self.objective,
             latent_space=self.view.latent_space(),
-            text_encoder=self.about_text,
+            text_encoder=self.view.data.card.text.values(),
             data=self.view.describe(),
             training=training,
             init=self.init,
             license=self.license,
-            calibration=None if self.judgement is None else self.judgement.calibration,
-            prior=None if self.judgement is None else self.prior,
+            calibration=None if self.evaluated is None else self.evaluated.calibration,
+            prior=None if self.evaluated is None else self.prior,
         )
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Measures on more held-out data than before, and writes the expert."""
-        self.judgement = self._judge(JUDGED_AT_THE_END)
+        loss, by_log_snr = self._evaluate(EVALUATED_AT_THE_END)
         on = self.view.measured_on
-        held_out = {"loss": self.judgement.loss, "by_log_snr": self.judgement.loss_by_log_snr, "on": on}
-        config = self.network.config
-        size = f"{config.hidden_size}x{config.depth}/{config.patch_size}"
-        settings = {**training["settings"], "model": self.settings.model if self.init is None else size}
-        expert = self.as_expert({**training, "settings": settings, "held_out": held_out})
-        expert.save(folder)
-        return [f"an expert of {self.view.name}, loss {self.judgement.loss:.4f} on {on}"]
+        settings = {**training["settings"], "model": _size(self.network.config) if self.init else self.settings.model}
+        held_out = {"loss": loss, "by_log_snr": by_log_snr, "on": on}
+        self.as_expert({**training, "settings": settings, "held_out": held_out}).save(folder)
+        return [f"an expert of {self.view.name}, loss {loss:.4f} on {on}"]
 
 
-def _table(init: Path, card: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """Returns what the card of first weights says under some keys, each within the one before."""
-    value: Any = card
-    for key in keys:
-        value = value.get(key)
-        if not isinstance(value, Mapping):
-            raise InputError(f"{init} describes its {key} as {shown(value)}: copy it again from its source")
-    return value
+def _size(config: DiTConfig) -> str:
+    return f"{config.hidden_size}x{config.depth}/{config.patch_size}"
 
 
 def train_expert(

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atoll.cards import PartitionCard
 from atoll.data.shards import Dataset
-from atoll.data.view import AT_A_TIME, DatasetView, refuse_inside, spread_times
-from atoll.diffusion.schedules import LINEAR
+from atoll.data.view import AT_A_TIME, DatasetView, refuse_inside
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
 from atoll.networks.centroid_router import CentroidRouter, mean_token
@@ -25,11 +25,12 @@ from atoll.training.batches import seeded
 from atoll.training.checkpoint import check_folder
 from atoll.training.distributed import Distributed
 from atoll.training.dry_run import preview
+from atoll.training.held_out import held_out_batches
 from atoll.training.loop import train
 from atoll.training.settings import RouterSettings
-from atoll.training.task import CaptionedTask, Tensors
+from atoll.training.task import CaptionedTask, Tensors, on_linear_path
 
-JUDGED, JUDGED_AT_THE_END = 1024, 4096
+EVALUATED, EVALUATED_AT_THE_END = 1024, 4096  # held-out rows
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is reported
 CONFIDENCE_BINS = 15
 MOST_FOR_CENTROIDS = 100_000
@@ -41,7 +42,7 @@ class RouterTask(CaptionedTask):
 
     def __init__(self, data: Dataset, settings: RouterSettings, device: torch.device) -> None:
         super().__init__(data, settings, device)
-        self.settings = settings
+        self.seen_text = self.text if settings.text else None
         self.labels = torch.from_numpy(data.clusters())
         self.num_experts = num_clusters_of(data)
         channels, size, _ = self.view.shape
@@ -59,25 +60,26 @@ class RouterTask(CaptionedTask):
 
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (indices, x0, ids, labels), (t, eps, dropped) = batch, drawn
-        alpha, sigma, _, _ = LINEAR(t).broadcast(x0)
-        x = alpha * x0 + sigma * eps
-        if not self.settings.text:
-            return F.cross_entropy(network(x, t).float(), labels, reduction="none")
-        tokens, mask = self.encode(ids, dropped, indices)
-        return F.cross_entropy(network(x, t, tokens, mask).float(), labels, reduction="none")
+        text = () if self.seen_text is None else self.encode(ids, dropped, indices)
+        return F.cross_entropy(network(on_linear_path(x0, eps, t), t, *text).float(), labels, reduction="none")
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
-        answers = self.answers(self.network, JUDGED)
+        answers = self.answers(self.network, EVALUATED)
         loss = float(F.cross_entropy(answers.logits, answers.labels))
         return {"held_out": loss, "accuracy": accuracy(answers), "accuracy_by_t": accuracy_by_level(answers)}, None
 
+    @torch.no_grad()
     def answers(self, router: nn.Module, num: int) -> "Answers":
-        text = self.text if self.settings.text else None
-        return ask(router, self.view, self.labels, text, self.device, num, self.at_a_time)
+        """Returns a router's logits for held-out rows, at times spread evenly over [0, 1]."""
+        parts = []
+        for rows, x0, eps, t, text in held_out_batches(self.view, self.seen_text, self.device, num, self.at_a_time):
+            logits = router(on_linear_path(x0, eps, t).to(self.device), t.to(self.device), *text)
+            parts.append((logits.double().cpu(), self.labels[rows], t, torch.from_numpy(rows)))
+        return Answers(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Fits the temperature, compares with the router from centroids, and writes the router."""
-        held_out = calibrated(self.answers(self.network, JUDGED_AT_THE_END))
+        held_out = calibrated(self.answers(self.network, EVALUATED_AT_THE_END))
         _, baseline = self.from_centroids()
         compared = {key: baseline[key] for key in ("accuracy", "accuracy_by_t", "loss")}
         self.write(self.network, folder, {**held_out, "centroids": compared}, training)
@@ -89,22 +91,21 @@ class RouterTask(CaptionedTask):
 
     def from_centroids(self) -> tuple[CentroidRouter, dict[str, Any]]:
         """Returns the router that needs no training, at the best image_scale on held-out data, and how good it is."""
-        text = self.text if self.settings.text else None
-        routers = centroid_routers(self.view, self.labels, self.num_experts, text, self.device)
-        judged = [calibrated(self.answers(router, JUDGED_AT_THE_END)) for router in routers]
-        best = min(range(len(routers)), key=lambda i: judged[i]["loss"])
-        return routers[best], judged[best]
+        routers = centroid_routers(self.view, self.labels, self.num_experts, self.seen_text, self.device)
+        evaluated = [(router, calibrated(self.answers(router, EVALUATED_AT_THE_END))) for router in routers]
+        return min(evaluated, key=lambda pair: pair[1]["loss"])
 
     def write(
         self, router: Router | CentroidRouter, folder: Path, held_out: Mapping[str, Any], training: Mapping[str, Any]
     ) -> None:
+        card = self.view.data.card
         router.card = {
             "temperature": held_out["temperature"],
-            "latent_space": self.view.latent_space(),
-            "text_encoder": dict(self.about_text) if self.settings.text else None,
+            "latent_space": card.latent_space.values(),
+            "text_encoder": None if self.seen_text is None else card.text.values(),
             "data": self.view.describe(),
             "training": {**training, "held_out": dict(held_out)},
-            "license": self.view.data.card.license,
+            "license": card.license,
         }
         router.save_pretrained(folder)
 
@@ -115,33 +116,7 @@ class Answers(NamedTuple):
     logits: Tensor
     labels: Tensor
     t: Tensor
-    row: Tensor  # which of the held-out rows it was
-
-
-@torch.no_grad()
-def ask(
-    router: nn.Module,
-    view: DatasetView,
-    labels: Tensor,
-    text: TextEncoder | None,
-    device: torch.device,
-    num: int,
-    batch: int,
-) -> Answers:
-    """Returns a router's logits for held-out rows, at times spread evenly over [0, 1]."""
-    pool = view.judged_by(num)
-    chosen = np.resize(pool, num)
-    generator = torch.Generator().manual_seed(0)
-    t = spread_times(num, generator)
-    logits = []
-    for first in range(0, num, batch):
-        at, times = chosen[first : first + batch], t[first : first + batch]
-        x0 = view.latents(at)
-        alpha, sigma, _, _ = LINEAR(times).broadcast(x0)
-        x = (alpha * x0 + sigma * torch.randn(x0.shape, generator=generator)).to(device)
-        seen = () if text is None else text.encode(view.tokens(at).to(device))
-        logits.append(router(x, times.to(device), *seen).double().cpu())
-    return Answers(torch.cat(logits), labels[chosen], t, torch.arange(num) % len(pool))
+    row: Tensor
 
 
 def accuracy(answers: Answers) -> float:
@@ -192,7 +167,9 @@ def calibration_error(logits: Tensor, labels: Tensor) -> float:
 
 def calibrated(answers: Answers) -> dict[str, Any]:
     """Returns accuracy, the temperature fitted on every other row, and how calibrated it is on the rest."""
-    half = answers.row % 2 == 0
+    # Which of the rows it was, in their order: a row that comes several times is in one half alone.
+    _, places = answers.row.unique(return_inverse=True)
+    half = places % 2 == 0
     if bool(half.all()):  # one row is all there is
         half = torch.arange(len(half)) % 2 == 0
     temperature = fit_temperature(answers.logits[half], answers.labels[half])
@@ -268,13 +245,7 @@ def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Seq
 
 
 def num_clusters_of(data: Dataset) -> int:
-    about = read_json(data.folder / "clusters" / "partition.json", f"run `atoll partition {data.folder} --experts K`")
-    num = about.get("num_clusters")
-    if type(num) is not int or num < 1:
-        raise InputError(
-            f"{data.folder}/clusters/partition.json does not say how many clusters there are: partition again"
-        )
-    return num
+    return PartitionCard.read(data.folder / "clusters").num_clusters
 
 
 def train_router(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from atoll.cards import DATASET, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
+from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import load_text_encoder
 from atoll.networks.dit import Trunk
@@ -25,9 +26,7 @@ class Task(Protocol):
     """A network, data to train it on, and a loss."""
 
     num_rows: int  # to train on
-
-    @property
-    def network(self) -> Trunk: ...
+    network: Trunk
 
     def describe(self) -> dict[str, Any]:
         """Returns what makes it this run and no other, beside the settings: the data above all."""
@@ -48,7 +47,7 @@ class Task(Protocol):
         """Writes the result with the EMA weights; returns lines for the user."""
 
 
-class CaptionedTask:
+class CaptionedTask(Task):
     """What all tasks of atoll share: latents with captions, some of which are dropped, and their text encoder."""
 
     def __init__(self, data: Dataset, settings: Settings, device: torch.device) -> None:
@@ -60,7 +59,6 @@ class CaptionedTask:
         if isinstance(self.text, nn.Module):
             self.text.to(device)
         self.null_ids = self.text.null_ids()
-        self.about_text: Mapping[str, Any] = data.card.text.values()
         require_same(self.text.describe(), data.card.text, "text encoder", data.folder / TEXT, DATASET)
 
     @property
@@ -90,6 +88,12 @@ class CaptionedTask:
         """Encodes captions as a network sees them, the null text in place of those that are dropped."""
         kept = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
         return self.view.encode(self.text, kept, indices)
+
+
+def on_linear_path(x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+    """Returns x_t = (1 - t) x0 + t eps, which routers and students see."""
+    alpha, sigma, _, _ = LINEAR(t).broadcast(x0)
+    return alpha * x0 + sigma * eps
 
 
 def bytes_of(module: object) -> int:

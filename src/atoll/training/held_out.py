@@ -1,0 +1,111 @@
+"""Held-out data at the same noise and times for every run: an expert's loss, and how far its x0 can be trusted."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atoll.data.view import AT_A_TIME, DatasetView, spread_times
+from atoll.diffusion.objective import Objective
+from atoll.diffusion.prediction import estimate
+from atoll.diffusion.transfer import Calibration, products
+from atoll.encoders.text import TextEncoder
+from atoll.networks.centroid_router import mean_token
+from atoll.networks.text_prior import TextPrior
+
+EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
+NUM_BINS = 24
+MOST_FOR_PRIOR = 20_000  # captions; more say the same
+
+
+class HeldOutBatch(NamedTuple):
+    rows: NDArray[np.int64]
+    x0: Tensor
+    eps: Tensor
+    t: Tensor
+    text: tuple[Tensor, ...]  # tokens and mask, on the device that was asked for; nothing without a text encoder
+
+
+def held_out_batches(
+    view: DatasetView,
+    text: TextEncoder | None,
+    device: torch.device,
+    num: int,
+    batch: int,
+    sort_by: Tensor | None = None,
+) -> Iterator[HeldOutBatch]:
+    """Yields `num` held-out rows, some of them again if there are fewer, at times spread evenly over [0, 1]."""
+    rows = np.resize(view.judged_by(num), num)
+    if sort_by is not None:
+        rows = rows[np.argsort(sort_by[rows].numpy(), kind="stable")]
+    generator = torch.Generator().manual_seed(0)
+    t = spread_times(num, generator)
+    for first in range(0, num, batch):
+        part = slice(first, first + batch)
+        x0, ids = view.latents(rows[part]), view.tokens(rows[part]).to(device)
+        encoded = () if text is None else view.encode(text, ids, torch.from_numpy(rows[part]))
+        yield HeldOutBatch(rows[part], x0, torch.randn(x0.shape, generator=generator), t[part], encoded)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """An expert on held-out data."""
+
+    loss: float
+    loss_by_log_snr: list[float | None]  # between EDGES, and beyond both ends; None where no sample fell
+    calibration: Calibration
+
+
+def evaluate_expert(
+    network: Callable[..., Tensor],
+    objective: Objective,
+    view: DatasetView,
+    text: TextEncoder,
+    device: torch.device,
+    num: int,
+    batch: int,
+    prior: TextPrior,
+) -> Evaluated:
+    """Denoises `num` held-out rows, at times spread evenly over the objective's own [0, 1]."""
+    parts: list[tuple[Tensor, ...]] = []
+    for _, x0, eps, times, (tokens, mask) in held_out_batches(view, text, device, num, batch):
+        t = objective.path.inside(times)
+        guess, loss = _denoise(network, objective, x0.to(device), eps.to(device), t.to(device), tokens, mask)
+        guess = torch.nan_to_num(guess.cpu(), 0.0, 0.0, 0.0)  # a network that has diverged is evaluated all the same
+        parts.append((t, loss.cpu(), *products(x0, guess, prior.of(tokens.cpu(), mask.cpu()))))
+    t, loss, dots, squares = (torch.cat(column) for column in zip(*parts, strict=True))
+    log_snr = objective.path.log_snr(t.double())
+    bins = min(NUM_BINS, max(1, num // 8))
+    calibration = Calibration.fit(dots, squares, log_snr, view.mean.float(), bins)
+    places = torch.bucketize(log_snr, torch.tensor(EDGES, dtype=torch.float64))
+    by_level = [loss[places == place] for place in range(len(EDGES) + 1)]
+    return Evaluated(float(loss.mean()), [float(part.mean()) if len(part) else None for part in by_level], calibration)
+
+
+def _denoise(
+    network: Callable[..., Tensor], objective: Objective, x0: Tensor, eps: Tensor, t: Tensor, *text: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns what the network makes of x0 at t, and the objective's loss, of each sample."""
+    coefficients = objective.path(t)
+    alpha, sigma, _, _ = coefficients.broadcast(x0)
+    x = alpha * x0 + sigma * eps
+    output = network(x, t, *text).float()
+    guess = estimate(objective.prediction, output, x, coefficients).x0
+    return guess, objective.loss(lambda *_: output, x0, eps, t)
+
+
+def measure_prior(view: DatasetView, text: TextEncoder, device: torch.device) -> TextPrior:
+    """Fits what the captions of a cluster alone say of its images."""
+    chosen = view.some(MOST_FOR_PRIOR)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, len(chosen), AT_A_TIME):
+            some = chosen[first : first + AT_A_TIME]
+            yield mean_token(*text.encode(view.tokens(some).to(device))).cpu(), view.latents(some)
+
+    null = mean_token(*text.encode(text.null_ids().to(device)))[0].cpu()
+    return TextPrior.fit(batches(), view.mean, null)
