@@ -34,7 +34,7 @@ from tqdm import tqdm
 from atoll.data.shards import Dataset
 from atoll.experiments.evaluate import Contender, Evaluation
 from atoll.experiments.figures import name_of, over_seeds
-from atoll.experiments.graph import Graph, ModelNode, PartNode
+from atoll.experiments.graph import ModelNode, PartNode, assemble_all, train
 from atoll.experiments.measure import MetricSettings
 from atoll.experiments.tables import with_error
 from atoll.sampling.pipeline import AtollPipeline
@@ -86,23 +86,20 @@ class Comparison:
         return self.args.model if entry.training is None else self.folder_of(entry, seed, "models")
 
     def train(self) -> None:
-        pairs = [(entry, seed) for seed in self.seeds for entry in self.entries if entry.training is not None]
-        parts = [self._part(entry, seed) for entry, seed in pairs]
         models = [
-            ModelNode(self.model_of(entry, seed), self.args.data, [part])
-            for (entry, seed), part in zip(pairs, parts, strict=True)
+            ModelNode(self.model_of(entry, seed), self.args.data, (self._part(entry, seed),))
+            for seed in self.seeds
+            for entry in self.entries
+            if entry.training is not None
         ]
-        graph = Graph(parts, models)
-        graph.train(self.args.device)
-        graph.assemble()
+        train(models, self.args.device)
+        assemble_all(models)
 
     def _part(self, entry: Entry, seed: int) -> PartNode:
         assert entry.training is not None
-        name, folder = f"seed {seed} {entry.name}", self.folder_of(entry, seed, "parts")
-        settings = replace(entry.training, seed=seed)
-        if isinstance(settings, DistillSettings):
-            return PartNode(name, ["distill", str(self.args.model), str(self.args.data)], folder, settings)
-        return PartNode.expert(name, self.args.data, None, folder, settings)
+        settings, folder = replace(entry.training, seed=seed), self.folder_of(entry, seed, "parts")
+        teacher = self.args.model if isinstance(settings, DistillSettings) else None
+        return PartNode(f"seed {seed} {entry.name}", folder, settings, self.args.data, teacher=teacher)
 
     def judge(self) -> dict[str, list[dict[str, Any]]]:
         """The figures of each entry, a seed each."""

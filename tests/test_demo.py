@@ -18,8 +18,8 @@ from atoll.data.builtin.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
 from atoll.experiments.cache import Snapshot
-from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, _flags, run_demo
-from atoll.experiments.judge import DemoPrompts
+from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, run_demo
+from atoll.experiments.judge import Judge
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
@@ -96,6 +96,13 @@ class TestDemo:
         assert {aim["reached"] for aim in results["aims"]} <= {True, False}
         assert len(results["aims"]) == 4
 
+    def test_commands_tell_what_is_not_usual(self, first):
+        commands = results_of(first[0])["commands"]
+        (command,) = (command for command in commands if "--objective ddpm" in command)
+        assert re.match(r"atoll train data --cluster [0-3] --", command)
+        assert re.search(r"--steps 10 .*--out run/expert_[0-3]$", command)
+        assert "--ema" not in command
+
     def test_one_ddpm_expert_of_the_smallest_cluster(self, first):
         experts = results_of(first[0])["experts"]
         ddpm = [expert for expert in experts if expert["objective"] == "ddpm"]
@@ -110,8 +117,8 @@ class TestDemo:
 
     def test_held_out_combinations_are_not_in_the_data(self, first):
         data = Dataset.open(first[0] / "data")
-        assert not any(is_heldout(attributes_of(caption)) for caption in data.texts("caption"))
-        prompts = DemoPrompts.choose(data, QUICK.prompts, QUICK.prompts_heldout, QUICK.varied, QUICK.seeds)
+        assert not any(is_heldout(attributes_of(caption)) for caption in data.strings("caption"))
+        prompts = Judge(data.folder, QUICK.prompts, QUICK.prompts_heldout, QUICK.varied, QUICK.seeds)
         assert all(is_heldout(attributes_of(caption)) for caption in prompts.heldout)
         assert not set(prompts.seen) & set(prompts.heldout)
         assert len(set(prompts.heldout)) == QUICK.prompts_heldout
@@ -164,7 +171,7 @@ class TestDemo:
 
 def test_a_foreign_folder_is_refused(tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(InputError, match="letter.txt and is not a demo"):
+    with pytest.raises(InputError, match="letter.txt and no plan.json: choose another"):
         run_demo(tmp_path, QUICK)
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
@@ -184,11 +191,6 @@ def test_times_add_up_over_runs(tmp_path, capsys):
         pass
     assert 0.12 <= Stages(tmp_path / "stages.json").seconds["train"] < 5
     assert capsys.readouterr().out.splitlines()[-1].endswith("done before")
-
-
-def test_times_that_are_no_numbers_do_not_count(tmp_path):
-    (tmp_path / "stages.json").write_text('{"train": "long", "sample": [1], "report": true, "prepare": 2.5}')
-    assert Stages(tmp_path / "stages.json").seconds == {"prepare": 2.5}
 
 
 def test_what_was_kept_is_read_as_data(tmp_path):
@@ -215,12 +217,4 @@ def test_what_is_shown_was_seen():
 
 def test_enough_prompts():
     assert FULL.prompts >= 400
-    assert [settings.objective for settings in FULL.experts(2)] == ["fm", "fm", "ddpm", "fm"]
-
-
-def test_flags_tell_what_is_not_usual():
-    flags = _flags(QUICK.ddpm)
-    assert "--objective ddpm" in flags
-    assert "--steps 10" in flags
-    assert "--ema" not in flags
-    assert np.all([word.startswith("--") for word in flags.split()[::2]])
+    assert (FULL.expert.objective, FULL.ddpm.objective) == ("fm", "ddpm")

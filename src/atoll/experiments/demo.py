@@ -13,7 +13,6 @@ OUT/results.json, report.html
 """
 
 import io
-import json
 import math
 import sys
 import tarfile
@@ -29,43 +28,37 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.cards import ModelIndex
+from atoll.cards import PARTITION, DatasetCard, ModelIndex, PartitionCard
 from atoll.data.builtin import make
-from atoll.data.prepare import Settings as DataSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.data.view import decode_rows
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.solvers import uniform_times
-from atoll.encoders.codecs import load_codec
-from atoll.errors import InputError, shown
-from atoll.experiments.cache import Snapshot
-from atoll.experiments.flops import flops_of_step
-from atoll.experiments.graph import Graph, ModelNode, PartNode
-from atoll.experiments.judge import BATCH, SIZE, DemoPrompts, Judge, are_right, bytes_of
-from atoll.experiments.report import Curve, Gallery, Labelled, Traced, write_report
+from atoll.experiments.cache import Snapshot, write_text
+from atoll.experiments.flops import training_flops
+from atoll.experiments.graph import ModelNode, PartNode, assemble_all, begun, train
+from atoll.experiments.images import bytes_of
+from atoll.experiments.judge import BATCH, SIZE, Judge
+from atoll.experiments.report import Points, render
+from atoll.metrics.labels import are_right
 from atoll.partition.partition import partition
 from atoll.plots.canvas import save_picture
 from atoll.plots.contact_sheet import draw_grid
-from atoll.sampling import defaults
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
-from atoll.storage import alone, make_folder, read_json, write_json, write_whole
-from atoll.training.expert import ExpertTask
+from atoll.sampling.settings import Sampling
+from atoll.storage import read_json, write_json, write_whole
 from atoll.training.metrics_log import read_metrics
-from atoll.training.router import RouterTask
-from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags
+from atoll.training.settings import ExpertSettings, RouterSettings, as_flags
 
 NUM_EXPERTS = 4
 BALANCE = 1.3
 LICENSE = "Apache-2.0"
 PREVIEWS = 7
 ON_A_SHEET = 40
-CPU = torch.device("cpu")
-AGAIN = "rerun the command"
 
 # Every attribute has its turn, and none of these combinations is held out.
 CHOSEN = (
@@ -84,8 +77,14 @@ CHOSEN = (
 )
 TRACED = (CHOSEN[0], CHOSEN[2], "")
 
-AIMS = {"prompt_accuracy": 0.95, "prompt_accuracy_heldout": 0.85}
-NEAR = 1.1  # times the homogeneous ensemble's Frechet distance
+AIMS = (
+    ("prompt accuracy", "prompt_accuracy", 0.95),
+    ("prompt accuracy on held-out combinations", "prompt_accuracy_heldout", 0.85),
+)
+COMPARED_AIMS = (
+    ("of at most the monolith's", "monolith", 1),
+    ("within 10% of the homogeneous ensemble's", "homogeneous", 1.1),
+)
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,6 @@ class Plan:
     prompts_heldout: int
     varied: int  # prompts of which several images are made
     seeds: int  # so many
-
-    def experts(self, ddpm: int) -> list[ExpertSettings]:
-        """Each expert's settings, the DDPM one's at its place."""
-        return [self.ddpm if k == ddpm else self.expert for k in range(NUM_EXPERTS)]
 
 
 _SHARED: dict[str, Any] = {"lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
@@ -135,22 +130,8 @@ QUICK = Plan(
 def run_demo(out: Path, plan: Plan = FULL, compare: bool = False) -> dict[str, Any]:
     """Runs all stages, one line each; returns what results.json says."""
     torch.set_num_threads(1)  # two would round otherwise, and on images of this size they are slower
-    make_folder(out)
-    with alone(out):
-        _check_same(out, plan)
+    with begun(out, "plan.json", asdict(plan)):
         return _Demo(out, plan, compare).run()
-
-
-def _check_same(out: Path, plan: Plan) -> None:
-    """Refuses a folder that holds another demo, or something else."""
-    path, wanted = out / "plan.json", json.loads(json.dumps(asdict(plan)))
-    if not path.exists():
-        names = sorted(p.name for p in out.iterdir() if not p.name.startswith("."))
-        if names:
-            raise InputError(f"{out} holds {names[0]} and is not a demo: choose another --out")
-        write_json(path, wanted)
-    elif read_json(path, f"remove {out}, or choose another --out") != wanted:
-        raise InputError(f"{out} was begun with other settings (is it --quick?): remove it, or choose another --out")
 
 
 class Stages:
@@ -158,14 +139,11 @@ class Stages:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = read_json(path, "remove it") if path.exists() else {}
-        self.seconds: dict[str, float] = {
-            name: value for name, value in content.items() if type(value) in (int, float) and value >= 0
-        }
+        self.seconds: dict[str, float] = read_json(path, "remove it") if path.exists() else {}
 
     @contextmanager
     def stage(self, name: str, done: bool = False) -> Iterator[list[str]]:
-        """What is put into the list is told in the stage's line; `done`: its outputs are there already."""
+        """Yields a list of what the stage's line says; `done`: its outputs are there already."""
         notes: list[str] = []
         start = time.perf_counter()
         try:
@@ -174,8 +152,7 @@ class Stages:
             if not done:
                 self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 2)
                 write_json(self.path, self.seconds)
-        spent = self.seconds.get(name, 0.0)
-        print(f"{name:10}{spent:6.1f} s  {'; '.join([*notes, *(['done before'] if done else [])])}", flush=True)
+        print(f"{name:10}{self.seconds[name]:6.1f} s  {'; '.join([*notes, *['done before'] * done])}", flush=True)
 
     def describe(self) -> dict[str, Any]:
         return {"seconds": round(sum(self.seconds.values()), 2), "stages": dict(self.seconds)}
@@ -184,48 +161,46 @@ class Stages:
 class _Demo:
     def __init__(self, out: Path, plan: Plan, compare: bool) -> None:
         self.out, self.plan, self.data = out, plan, out / "data"
-        before = (out / "evaluation" / f"{name}.json" for name in ("homogeneous", "monolith"))
-        self.compare = compare or all(path.exists() for path in before)
+        self.compare = compare or (out / "evaluation" / "monolith.json").exists()
         self.stages = Stages(out / "stages.json")
+        self._make_data()
+        self.sizes = PartitionCard.read(self.data / "clusters").sizes
+        self.models = self._plan_models()
+        self.experts = self.models["ensemble"].parts[:NUM_EXPERTS]
 
     def run(self) -> dict[str, Any]:
-        self._prepare()
-        self._partition()
-        self.sizes = self._read_sizes()
-        # A DDPM expert learns more slowly at high noise, so it gets the smallest cluster, with the least to tell apart.
-        self.ddpm = min(range(NUM_EXPERTS), key=lambda k: self.sizes[k])
-        self.flops = self._count_flops()
-        self.parts = self._plan_parts()
-        self.models = self._plan_models()
-        self._build()
-        samples = self._sample()
-        judged = self._evaluate()
+        self._train()
+        hashes = {name: ModelIndex.read(model.folder).hash for name, model in self.models.items()}
+        samples, judged = self._sample(hashes), self._evaluate(hashes)
         results = self._results(judged)
         report = self.out / "report.html"
         with self.stages.stage("report", report.exists()) as notes:  # written anew each time, it is quick
-            write_report(report, results, self._gallery(samples, judged["ensemble"]))
+            write_text(report, render(results, samples, judged["ensemble"], [_curves(part) for part in self.experts]))
             notes.append(str(report))
         results |= self.stages.describe()
         write_json(self.out / "results.json", results)
-        _tell(results, report)
+        _print(results, report)
         return results
 
-    # --- data -------------------------------------------------------------------------------------------------------
+    # --- data, parts and models -------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        path = self.data / "dataset.json"
-        done = path.exists() and read_json(path, f"remove {self.data}").get("complete") is True
+    def _make_data(self) -> None:
+        done, progress = (self.data / "clusters" / PARTITION).exists(), sys.stderr.isatty()
         with self.stages.stage("prepare", done) as notes:
             if not done:
-                tar = self.out / "pictures.tar"
-                if not tar.exists():
+                if not (tar := self.out / "pictures.tar").exists():
                     write_whole(tar, self._write_avatars)
-                settings = DataSettings(SIZE, near_duplicates="keep", license=LICENSE)
+                settings = PrepareSettings(SIZE, near_duplicates="keep", license=LICENSE)
                 # Without workers: images this small are read sooner than another process has started.
-                prepare(Source(str(tar)), self.data, settings, 0, progress=sys.stderr.isatty())
-            about = read_json(path, f"remove {self.data}")
-            shape = "x".join(map(str, about["latent_shape"]))
-            notes.append(f"{about['counts']['rows']} avatars, latents {shape}; no held-out combination is among them")
+                prepare(Source(str(tar)), self.data, settings, 0, progress=progress)
+            card = DatasetCard.read(self.data)
+            shape = "x".join(map(str, card.latent_shape))
+            notes.append(f"{card.counts.rows} avatars, latents {shape}; no held-out combination is among them")
+        with self.stages.stage("partition", done) as notes:
+            if not done:
+                partition(self.data, NUM_EXPERTS, cap=BALANCE, progress=progress)
+            sizes = PartitionCard.read(self.data / "clusters").sizes
+            notes.append(f"{NUM_EXPERTS} clusters of {', '.join(map(str, sizes))}")
 
     def _write_avatars(self, path: Path) -> None:
         with tarfile.open(path, "w") as archive:
@@ -237,245 +212,201 @@ class _Demo:
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
 
-    def _partition(self) -> None:
-        done = (self.data / "clusters" / "partition.json").exists()
-        with self.stages.stage("partition", done) as notes:
-            if not done:
-                partition(self.data, NUM_EXPERTS, cap=BALANCE, progress=sys.stderr.isatty())
-            notes.append(f"{NUM_EXPERTS} clusters of {', '.join(map(str, self._read_sizes()))}")
-
-    def _read_sizes(self) -> list[int]:
-        path = self.data / "clusters" / "partition.json"
-        sizes = read_json(path, f"remove {self.data}, and {AGAIN}").get("sizes")
-        if not isinstance(sizes, list) or [type(size) for size in sizes] != [int] * NUM_EXPERTS:
-            raise InputError(f"{path} is damaged, its 'sizes' are {shown(sizes)}: remove {self.data}, and {AGAIN}")
-        return sizes
-
-    # --- parts and models -------------------------------------------------------------------------------------------
-
-    def _count_flops(self) -> dict[str, float]:
-        """Returns the FLOPs of training each part: those of a step, counted, times the steps."""
-        plan, data = self.plan, Dataset.open(self.data, 0)
-        expert = flops_of_step(ExpertTask(data, plan.expert, CPU), plan.expert.batch)
-        ddpm = flops_of_step(ExpertTask(data, plan.ddpm, CPU), plan.ddpm.batch)
-        router = flops_of_step(RouterTask(Dataset.open(self.data), plan.router, CPU), plan.router.batch)
-        flops = {
-            f"expert_{k}": (ddpm if k == self.ddpm else expert) * settings.steps
-            for k, settings in enumerate(plan.experts(self.ddpm))
-        }
-        flops["router"] = router * plan.router.steps
-        # As the papers compare: as many steps as an expert, and as many samples in each as all of them together.
-        self.batch = math.ceil(plan.expert.batch * sum(flops.values()) / (expert * plan.expert.steps))
-        flops["twin"] = expert * plan.ddpm.steps
-        flops["monolith"] = expert * plan.expert.steps * self.batch / plan.expert.batch
-        return flops
-
-    def _plan_parts(self) -> dict[str, PartNode]:
-        """The twin stands in for the DDPM expert in the homogeneous ensemble: the same in all but the objective."""
-        run, compare, data, plan = self.out / "run", self.out / "compare", self.data, self.plan
-        parts = {
-            f"expert_{k}": PartNode.expert(f"expert {k} {own.objective}", data, k, run / f"expert_{k}", own)
-            for k, own in enumerate(plan.experts(self.ddpm))
-        }
-        parts["router"] = PartNode.router("router", data, run / "router", plan.router)
-        if self.compare:
-            twin = replace(plan.ddpm, objective=plan.expert.objective)
-            monolith = replace(plan.expert, batch=self.batch)
-            name = f"expert {self.ddpm} fm"
-            parts["twin"] = PartNode.expert(name, data, self.ddpm, compare / f"expert_{self.ddpm}", twin)
-            parts["monolith"] = PartNode.expert("monolith", data, None, compare / "monolith", monolith)
-        return parts
-
     def _plan_models(self) -> dict[str, ModelNode]:
-        experts, router = [self.parts[f"expert_{k}"] for k in range(NUM_EXPERTS)], self.parts["router"]
-        models = {"ensemble": ModelNode(self.out / "model", self.data, experts, router)}
+        plan, run, compare = self.plan, self.out / "run", self.out / "compare"
+        # A DDPM expert learns more slowly at high noise, so it gets the smallest cluster, with the least to tell apart.
+        ddpm = min(range(NUM_EXPERTS), key=lambda k: self.sizes[k])
+        self.settings = [plan.ddpm if k == ddpm else plan.expert for k in range(NUM_EXPERTS)]
+        experts = [
+            PartNode(f"expert {k} {own.objective}", run / f"expert_{k}", own, self.data, k)
+            for k, own in enumerate(self.settings)
+        ]
+        router = PartNode("router", run / "router", plan.router, self.data)
+        models = {"ensemble": ModelNode(self.out / "model", self.data, (*experts, router))}
         if self.compare:
-            alike = [self.parts["twin"] if k == self.ddpm else part for k, part in enumerate(experts)]
-            folder = self.out / "compare"
-            models["homogeneous"] = ModelNode(folder / "homogeneous-model", self.data, alike, router)
-            models["monolith"] = ModelNode(folder / "monolith-model", self.data, [self.parts["monolith"]])
+            # As the papers compare: as many steps as an expert, and as many samples in each as all of them together.
+            budget = sum(self._count_flops(part) for part in (*experts, router))
+            batch = math.ceil(plan.expert.batch * budget / training_flops(plan.expert, self.data, 0))
+            monolith = PartNode("monolith", compare / "monolith", replace(plan.expert, batch=batch), self.data)
+            # Its twin stands in for the DDPM expert: the same in all but the objective.
+            twin = replace(plan.ddpm, objective=plan.expert.objective)
+            experts[ddpm] = PartNode(f"expert {ddpm} fm", compare / f"expert_{ddpm}", twin, self.data, ddpm)
+            models["homogeneous"] = ModelNode(compare / "homogeneous-model", self.data, (*experts, router))
+            models["monolith"] = ModelNode(compare / "monolith-model", self.data, (monolith,))
         return models
 
-    def _build(self) -> None:
-        graph = Graph(list(self.parts.values()), list(self.models.values()))
-        with self.stages.stage("train", done := all(part.is_complete for part in graph.parts)) as notes:
+    def _count_flops(self, part: PartNode) -> float:
+        """Counts a step of an expert of the first cluster, in place of all experts and the monolith."""
+        own, usual = part.settings, self.plan.expert
+        if not isinstance(own, ExpertSettings):
+            return training_flops(self.plan.router, self.data)
+        return training_flops(replace(own, batch=usual.batch), self.data, 0) * own.batch / usual.batch
+
+    def _train(self) -> None:
+        models = list(self.models.values())
+        done = all(model.is_complete for model in models)
+        with self.stages.stage("train", done) as notes:
             if not done:
-                graph.train("cpu")
-            kinds = ", ".join(f"{k} {own.objective}" for k, own in enumerate(self.plan.experts(self.ddpm)))
+                train(models, "cpu")
+            kinds = ", ".join(f"{k} {own.objective}" for k, own in enumerate(self.settings))
             compared = ", and what to compare with" if self.compare else ""
             notes.append(f"experts {kinds} and a router{compared}, in isolation")
-        with self.stages.stage("assemble", all(model.is_complete for model in graph.models)) as notes:
-            graph.assemble()
-            notes.append(f"{self.models['ensemble'].folder}, {self._hashes()['ensemble'][:12]}")
-
-    def _hashes(self) -> dict[str, str]:
-        return {name: ModelIndex.read(model.folder).hash for name, model in self.models.items()}
+        with self.stages.stage("assemble", done) as notes:
+            assemble_all(models)
+            notes.append(f"{models[0].folder}, {ModelIndex.read(models[0].folder).hash[:12]}")
 
     # --- images and figures -----------------------------------------------------------------------------------------
 
-    def _sample(self) -> Snapshot:
-        """Chosen prompts; and one of each cluster, by each expert alone and by all models, from the same noise."""
-        hashes, folder = self._hashes(), self.out / "samples"
-        samples = Snapshot.read(folder, "samples", hashes)
+    def _sample(self, hashes: Mapping[str, str]) -> Snapshot:
+        """Draws chosen prompts; and one of each cluster, by each expert and by all models, from the same noise."""
+        folder = self.out / "samples"
+        samples = Snapshot.read(folder, "shown", hashes)
         with self.stages.stage("sample", samples is not None) as notes:
             if samples is None:
                 samples = self._make_samples(hashes)
-                samples.write(folder, "samples")
+                samples.write(folder, "shown")
                 images = [Image.fromarray(image) for image in samples.arrays["chosen"]]
                 save_picture(draw_grid(images, CHOSEN, across=6), folder / "grid.png")
             notes.append(f"{len(CHOSEN)} prompts; {folder / 'grid.png'}")
         return samples
 
-    def _make_samples(self, hashes: dict[str, str]) -> Snapshot:
+    def _make_samples(self, hashes: Mapping[str, str]) -> Snapshot:
         data = Dataset.open(self.data)
-        clusters = data.clusters()
-        captions = data.texts("caption", [int(np.flatnonzero(clusters == k)[7]) for k in range(NUM_EXPERTS)])
-        arrays: dict[str, NDArray[Any]] = {}
-        about: dict[str, Any] = {"captions": captions}
+        members = [np.flatnonzero(data.clusters() == k) for k in range(NUM_EXPERTS)]
+        captions = data.strings("caption", [int(rows[7]) for rows in members])
+        arrays = {f"cluster_{k}": decode_rows(data, rows[:ON_A_SHEET]) for k, rows in enumerate(members)}
         options: dict[str, Any] = {"output_type": "pt", "batch_size": BATCH, "progress": False}
-        for name, model in self.models.items():
-            pipe = AtollPipeline(model.folder)
-            samples = pipe(captions, seed=0, **options)
-            arrays[f"same_{name}"] = bytes_of(samples.images)
-            if name == "ensemble":
-                about["painted_by"] = [int(trace.weights.mean(0).argmax()) for trace in samples.trace]
-                for k in range(NUM_EXPERTS):
-                    arrays[f"same_expert_{k}"] = _by_one_expert(pipe, captions, k)
-                arrays["chosen"] = bytes_of(pipe(CHOSEN, seed=list(range(len(CHOSEN))), **options).images)
-                about["chosen_right"] = are_right(arrays["chosen"], CHOSEN)
-                arrays |= _traced(pipe)
-        return Snapshot(hashes, about, arrays)
+        pipes = {name: AtollPipeline(model.folder) for name, model in self.models.items()}
+        same = {name: pipe(captions, seed=0, **options) for name, pipe in pipes.items()}
+        arrays |= {f"same_{name}": bytes_of(output.images) for name, output in same.items()}
+        pipe = pipes["ensemble"]
+        for k in range(NUM_EXPERTS):
+            arrays[f"same_expert_{k}"] = _by_one_expert(pipe, captions, k)
+        arrays["chosen"] = bytes_of(pipe(CHOSEN, seed=list(range(len(CHOSEN))), **options).images)
+        about = {
+            "captions": captions,
+            "painted_by": [int(trace.weights.mean(0).argmax()) for trace in same["ensemble"].trace],
+            "chosen": CHOSEN,
+            "chosen_right": are_right(arrays["chosen"], CHOSEN),
+            "traced": TRACED,
+        }
+        return Snapshot(hashes, about, arrays | _traces(pipe))
 
-    def _evaluate(self) -> dict[str, Snapshot]:
+    def _evaluate(self, hashes: Mapping[str, str]) -> dict[str, Snapshot]:
         folder, plan = self.out / "evaluation", self.plan
-        data = Dataset.open(self.data)
-        prompts = DemoPrompts.choose(data, plan.prompts, plan.prompts_heldout, plan.varied, plan.seeds)
-        keys = {name: {"model": hash_} for name, hash_ in self._hashes().items()}
+        judge = Judge(self.data, plan.prompts, plan.prompts_heldout, plan.varied, plan.seeds)
+        keys = {name: {"model": hash_} for name, hash_ in hashes.items()}
         judged = {name: kept for name, key in keys.items() if (kept := Snapshot.read(folder, name, key))}
         with self.stages.stage("evaluate", len(judged) == len(keys)) as notes:
-            judge = Judge(self.data, prompts) if len(judged) < len(keys) else None
             for name, key in keys.items():
-                if judge and name not in judged:
+                if name not in judged:
                     judged[name] = judge.judge(self.models[name].folder, key)
                     judged[name].write(folder, name)
-            notes.append(f"{len(prompts.seen)} prompts, {len(prompts.heldout)} of combinations that nobody has seen")
+            notes.append(f"{len(judge.seen)} prompts, {len(judge.heldout)} of combinations that nobody has seen")
         return judged
 
     # --- results ----------------------------------------------------------------------------------------------------
 
     def _results(self, judged: Mapping[str, Snapshot]) -> dict[str, Any]:
-        parts = {name: _describe_part(part.folder, self.flops[name]) for name, part in self.parts.items()}
-        names = {part.folder: name for name, part in self.parts.items()}
-        models = {
-            name: {**judged[name].about["figures"], **_sum_of([parts[names[part.folder]] for part in model.parts])}
-            for name, model in self.models.items()
-        }
+        parts = {part: self._describe(part) for model in self.models.values() for part in model.parts}
+        models = {}
+        for name, model in self.models.items():
+            sums = {
+                key: sum(parts[part][key] for part in model.parts)
+                for key in ("parameters", "training_flops", "training_seconds")
+            }
+            models[name] = {**judged[name].about["figures"], **sums}
         results: dict[str, Any] = {
             **self.stages.describe(),
             **models.pop("ensemble"),
             "experts": [
-                {"objective": own.objective, "cluster": k, "pictures": self.sizes[k], **parts[f"expert_{k}"]}
-                for k, own in enumerate(self.plan.experts(self.ddpm))
+                {"objective": self.settings[k].objective, "cluster": k, "pictures": self.sizes[k], **parts[part]}
+                for k, part in enumerate(self.experts)
             ],
-            "router": parts["router"],
+            "router": parts[self.models["ensemble"].parts[-1]],
         }
         if self.compare:
-            models["monolith"]["batch"] = self.batch
+            models["monolith"]["batch"] = self.models["monolith"].parts[0].settings.batch
             results["compare"] = models
-        results["aims"] = _aims(results)
-        results["settings"] = json.loads(json.dumps(asdict(self.plan)))
-        results["commands"] = self._commands()
-        return results
+        return results | {"aims": _aims(results), "settings": asdict(self.plan), "commands": self._commands()}
+
+    def _describe(self, part: PartNode) -> dict[str, Any]:
+        training = read_json(part.folder / "config.json", f"remove {part.folder} and rerun the command")["training"]
+        return {
+            "steps": training["steps"],
+            "parameters": training["parameters"],
+            "training_flops": self._count_flops(part),
+            "training_seconds": max(line.get("seconds", 0.0) for line in read_metrics(part.folder)),
+            "held_out_loss": training["held_out"]["loss"],
+        }
 
     def _commands(self) -> list[str]:
-        """The stages one by one, by hand."""
-        experts = [
-            f"atoll train data --cluster {k} {_flags(settings)} --out run/expert_{k}"
-            for k, settings in enumerate(self.plan.experts(self.ddpm))
+        """Returns the stages one by one, by hand; of settings, those that are not at their defaults."""
+        parts = [
+            ["atoll", *part.verb, *as_flags(part.settings, type(part.settings)()), "--out", str(part.folder)]
+            for part in self.models["ensemble"].parts
         ]
         return [
             f"atoll prepare {self.out}/pictures.tar --near-duplicates keep --license {LICENSE} --out data",
             f"atoll partition data --experts {NUM_EXPERTS} --balance {BALANCE}",
-            *experts,
-            f"atoll train-router data {_flags(self.plan.router)} --out run/router",
+            *(" ".join(words).replace(f"{self.out}/", "") for words in parts),
             "atoll assemble run --data data --out model",
             f'atoll sample model "{CHOSEN[0]}" --trace',
         ]
 
-    def _gallery(self, samples: Snapshot, judged: Snapshot) -> Gallery:
-        data, codec = Dataset.open(self.data), load_codec(self.data)
-        clusters, arrays = data.clusters(), samples.arrays
-        logs = [read_metrics(self.parts[f"expert_{k}"].folder) for k in range(NUM_EXPERTS)]
-        same = {name.removeprefix("same_"): images for name, images in arrays.items() if name.startswith("same_")}
-        return Gallery(
-            clusters=[decode_rows(data, np.flatnonzero(clusters == k)[:ON_A_SHEET], codec) for k in range(NUM_EXPERTS)],
-            curves=[Curve(_curve(log, "loss"), _curve(log, "held_out")) for log in logs],
-            chosen=list(zip(CHOSEN, arrays["chosen"], samples.about["chosen_right"], strict=True)),
-            heldout=list(
-                zip(judged.about["heldout"], judged.arrays["heldout"], judged.about["heldout_right"], strict=True)
-            ),
-            same=[
-                Labelled(caption, {name: images[i] for name, images in same.items()})
-                for i, caption in enumerate(samples.about["captions"])
-            ],
-            painted_by=samples.about["painted_by"],
-            traces=[
-                Traced(caption, *(arrays[f"trace_{i}_{name}"] for name in Traced._fields[1:]))
-                for i, caption in enumerate(TRACED)
-            ],
-        )
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
-
 
 def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDArray[np.uint8]:
     """Returns what expert k alone makes of the captions, from seed 0."""
-    num = len(captions)
+    num, usual = len(captions), Sampling()
     latents = generate(
-        pipe.ensemble, Prompts.encode(pipe.text_encoder, captions, [""] * num), [0] * num, solver=defaults.SOLVER,
-        times=uniform_times(defaults.STEPS), routing=get_routing("oracle"), labels=torch.full((num,), k),
-        guidance=Guidance(defaults.GUIDANCE),
+        pipe.ensemble, Prompts.encode(pipe.text_encoder, captions), [0] * num, solver=usual.solver,
+        times=uniform_times(usual.steps), routing=get_routing("oracle"), labels=torch.full((num,), k),
+        guidance=pipe.guidance,
     )  # fmt: skip
     return bytes_of(pipe.render(latents, "pt"))
 
 
-def _traced(pipe: AtollPipeline) -> dict[str, NDArray[Any]]:
+def _traces(pipe: AtollPipeline) -> dict[str, NDArray[Any]]:
     """Returns the experts' weights on the way of a few images, all of them mixed, and where each was heading."""
-    samples = pipe(TRACED, seed=0, output_type="pt", routing="full", previews=PREVIEWS, progress=False)
-    finals = bytes_of(samples.images)
+    output = pipe(TRACED, seed=0, output_type="pt", routing="full", previews=PREVIEWS, progress=False)
     arrays: dict[str, NDArray[Any]] = {}
-    for i, trace in enumerate(samples.trace):
+    for i, (trace, final) in enumerate(zip(output.trace, bytes_of(output.images), strict=True)):
         previews = pipe.render(torch.stack([preview.x0 for preview in trace.previews]), "pt")
         arrays |= {
             f"trace_{i}_times": np.array(trace.times),
             f"trace_{i}_weights": trace.weights.double().numpy(),
             f"trace_{i}_at": np.array([preview.t for preview in trace.previews]),
-            f"trace_{i}_previews": bytes_of(previews),
-            f"trace_{i}_final": finals[i],
+            f"trace_{i}_images": np.stack([*bytes_of(previews), final]),
         }
     return arrays
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
+def _curves(part: PartNode) -> list[Points]:
+    """Returns (step, loss) in training, and on held-out images."""
+    log = read_metrics(part.folder)
+    return [[(line["step"], line[key]) for line in log if line.get(key) is not None] for key in ("loss", "held_out")]
 
 
-def _curve(log: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    return [(line["step"], line[key]) for line in log if line.get(key) is not None]
+def _aims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what was wanted of the figures, and whether it was reached."""
+    aims = [
+        {
+            "what": f"{what} of at least {least}",
+            "found": results[key],
+            "wanted": least,
+            "reached": results[key] >= least,
+        }
+        for what, key, least in AIMS
+    ]
+    for what, name, factor in COMPARED_AIMS if "compare" in results else ():
+        distance, most = results["frechet"], factor * results["compare"][name]["frechet"]
+        aims.append(
+            {"what": f"a Frechet distance {what}", "found": distance, "wanted": most, "reached": distance <= most}
+        )
+    return aims
 
 
-def _describe_part(folder: Path, flops: float) -> dict[str, Any]:
-    training = read_json(folder / "config.json", f"remove {folder} and {AGAIN}")["training"]
-    return {
-        "steps": training["steps"],
-        "parameters": training["parameters"],
-        "training_flops": flops,
-        "training_seconds": max(line.get("seconds", 0.0) for line in read_metrics(folder)),
-        "held_out_loss": training["held_out"]["loss"],
-    }
-
-
-def _tell(results: Mapping[str, Any], report: Path) -> None:
+def _print(results: Mapping[str, Any], report: Path) -> None:
     print(f"{'in all':10}{results['seconds']:6.1f} s")
     print(
         f"every attribute right in {results['prompt_accuracy']:.1%} of samples, "
@@ -489,30 +420,3 @@ def _tell(results: Mapping[str, Any], report: Path) -> None:
         if not aim["reached"]:
             print(f"not reached: {aim['what']}, but {aim['found']:.3f}")
     print(f"look: {report}")
-
-
-def _sum_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {name: sum(part[name] for part in parts) for name in ("parameters", "training_flops", "training_seconds")}
-
-
-def _aims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was wanted of the figures, and whether it was reached."""
-    names = {
-        "prompt_accuracy": "prompt accuracy",
-        "prompt_accuracy_heldout": "prompt accuracy on held-out combinations",
-    }
-    aims = [
-        (f"{names[key]} of at least {least}", results[key], least, results[key] >= least) for key, least in AIMS.items()
-    ]
-    if "compare" in results:
-        distance = results["frechet"]
-        monolith, alike = (results["compare"][name]["frechet"] for name in ("monolith", "homogeneous"))
-        aims.append(("a Frechet distance of at most the monolith's", distance, monolith, distance <= monolith))
-        near = NEAR * alike
-        aims.append(("a Frechet distance within 10% of the homogeneous ensemble's", distance, near, distance <= near))
-    return [dict(zip(("what", "found", "wanted", "reached"), aim, strict=True)) for aim in aims]
-
-
-def _flags(settings: Settings) -> str:
-    """Returns those that are not at their defaults."""
-    return " ".join(as_flags(settings, type(settings)()))

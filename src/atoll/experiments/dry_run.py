@@ -5,18 +5,17 @@ Nothing is run. Memory is predicted as `atoll train --dry-run` does; FLOPs are c
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from atoll.experiments.flops import counting
 from atoll.experiments.reproduce import Recipe
-from atoll.experiments.studies import Part, get_study, parts_of
+from atoll.experiments.studies import Part, get_studies, parts_of
 from atoll.networks.dit import DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import RouterConfig
 from atoll.training.memory import in_words, inputs_of, micro_batch_of, network_of, predict
-from atoll.training.settings import ExpertSettings, Settings
+from atoll.training.settings import RouterSettings, Settings
 
 # Of each kind of codec and text encoder: channels and pixels per latent; dimensions and tokens.
 LATENTS = {"pca": (48, 8), "vae": (4, 8)}
@@ -24,31 +23,46 @@ TEXTS = {"words": (64, 32), "clip": (768, 77)}
 A100_DAY = 312e12 * 0.4 * 86_400  # FLOPs: dense bf16, of which training gets 40%
 
 
-class Need(NamedTuple):
-    """What training one part takes."""
+def describe_plan(names: Sequence[str], recipe: Recipe) -> list[str]:
+    """Returns the lines to print."""
+    plan, total = recipe.plan, 0.0
+    studies = get_studies(names, plan.num_experts, plan.sampling)
+    lines = [f"{'part':34}{'batch':>7}{'steps':>9}{'parameters':>12}{'GPU memory':>12}{'FLOPs':>10}{'A100 days':>11}"]
+    for part in parts_of(studies.values()):
+        settings = recipe.settings_of(part, 0)
+        text_length = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])[1]
+        config = _config_of(part, recipe, settings)
+        parameters, memory, flops = _count(config, micro_batch_of(settings), settings.checkpointing, text_length)
+        flops *= settings.batch * settings.steps
+        total += plan.seeds * flops
+        lines.append(
+            f"{part.name:34}{settings.batch:>7}{settings.steps:>9}{parameters / 1e6:>11.1f}M{in_words(memory):>12}"
+            f"{flops:>10.2g}{flops / A100_DAY:>11.1f}"
+        )
+    lines += [
+        f"in all, {plan.seeds} of each: {total:.2g} FLOPs, {total / A100_DAY:,.1f} days of an A100 at 40% of its bf16 "
+        f"FLOPS; memory is for micro-batches of at most {micro_batch_of(recipe.expert)}, bf16",
+    ]
+    for model in dict.fromkeys(row.model for study in studies.values() for row in study.rows):
+        router = f" and {model.router.name}" if model.router else ""
+        lines += ["", f"model {model.name}: {', '.join(part.name for part in model.experts)}{router}"]
+    for name, study in studies.items():
+        lines += ["", f"{name}: {study.title}"]
+        for row in study.rows:
+            how = row.sampling
+            conversion = f", {how.conversion}" if how.conversion else ""
+            lines.append(f"  {row.label}: {row.model.name}, {how.routing}, {how.solver}, {how.steps} steps{conversion}")
+    return lines
 
-    kind: str
-    batch: int
-    steps: int
-    parameters: int
-    memory: int
-    flops: float
 
-
-def need_of(part: Part, recipe: Recipe) -> Need:
-    settings = recipe.settings_of(part, 0)
+def _config_of(part: Part, recipe: Recipe, settings: Settings) -> DiTConfig | RouterConfig:
     channels, factor = LATENTS.get(recipe.data.codec.partition(":")[0], LATENTS["vae"])
-    text_dim, length = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])
+    text_dim, _ = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])
     shape = {"input_size": recipe.data.size // factor, "in_channels": channels}
-    config: DiTConfig | RouterConfig
-    if isinstance(settings, ExpertSettings):
-        config = DiTConfig(**preset(settings.model, **shape, text_dim=text_dim))
-    else:
+    if isinstance(settings, RouterSettings):
         reads = text_dim if settings.text else None
-        config = RouterConfig(**preset(settings.model, **shape, text_dim=reads), num_experts=part.clusters.num)
-    kind = "router" if part.is_router else "monolith" if part.cluster is None else "expert"
-    parameters, memory, flops = _count(config, micro_batch_of(settings), settings.checkpointing, length)
-    return Need(kind, settings.batch, settings.steps, parameters, memory, flops * settings.batch * settings.steps)
+        return RouterConfig(**preset(settings.model, **shape, text_dim=reads), num_experts=part.clusters.num)
+    return DiTConfig(**preset(settings.model, **shape, text_dim=text_dim))
 
 
 @cache
@@ -65,32 +79,3 @@ def _count(
         again = total() if checkpointing else 0  # the forward pass is computed twice
         result.float().square().mean().backward()
         return sum(p.numel() for p in network.parameters()), memory.total, float(total() + again)
-
-
-def describe_plan(names: Sequence[str], recipe: Recipe) -> list[str]:
-    """Returns the lines to print."""
-    plan = recipe.plan
-    studies = {name: get_study(name, plan.num_experts, plan.sampling) for name in names}
-    parts = parts_of(studies.values())
-    needs = {part: need_of(part, recipe) for part in parts}
-    lines = [f"{'part':34}{'batch':>7}{'steps':>9}{'parameters':>12}{'GPU memory':>12}{'FLOPs':>10}{'A100 days':>11}"]
-    for part, need in needs.items():
-        lines.append(
-            f"{part.name:34}{need.batch:>7}{need.steps:>9}{need.parameters / 1e6:>11.1f}M{in_words(need.memory):>12}"
-            f"{need.flops:>10.2g}{need.flops / A100_DAY:>11.1f}"
-        )
-    total = plan.seeds * sum(need.flops for need in needs.values())
-    lines += [
-        f"in all, {plan.seeds} of each: {total:.2g} FLOPs, {total / A100_DAY:,.1f} days of an A100 at 40% of its bf16 "
-        f"FLOPS; memory is for micro-batches of at most {micro_batch_of(recipe.expert)}, bf16",
-    ]
-    for model in dict.fromkeys(row.model for study in studies.values() for row in study.rows):
-        router = f" and {model.router.name}" if model.router else ""
-        lines += ["", f"model {model.name}: {', '.join(part.name for part in model.experts)}{router}"]
-    for name, study in studies.items():
-        lines += ["", f"{name}: {study.title}"]
-        for row in study.rows:
-            how = row.sampling
-            conversion = f", {how.conversion}" if how.conversion else ""
-            lines.append(f"  {row.label}: {row.model.name}, {how.routing}, {how.solver}, {how.steps} steps{conversion}")
-    return lines

@@ -2,12 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from atoll.data.shards import Dataset
+from atoll.training.expert import ExpertTask
+from atoll.training.router import RouterTask
+from atoll.training.settings import ExpertSettings, RouterSettings
 from atoll.training.task import Task
 
 
@@ -18,10 +24,17 @@ def counting() -> Iterator[Callable[[], int]]:
         yield counter.get_total_flops
 
 
-def flops_of_step(task: Task, batch: int) -> float:
-    """Returns the FLOPs of one update: the loss of a batch and its gradient."""
-    rows = np.arange(batch) % task.num_rows
-    drawn = task.draw(batch, torch.Generator().manual_seed(0))
+@cache
+def training_flops(settings: ExpertSettings | RouterSettings, data: Path, cluster: int | None = None) -> float:
+    """Returns the FLOPs of a training: those of one step, the loss of a batch and its gradient, times the steps."""
+    dataset, cpu = Dataset.open(data, cluster), torch.device("cpu")
+    task: Task
+    if isinstance(settings, RouterSettings):
+        task = RouterTask(dataset, settings, cpu)
+    else:
+        task = ExpertTask(dataset, settings, cpu)
+    rows = np.arange(settings.batch) % task.num_rows
+    drawn = task.draw(settings.batch, torch.Generator().manual_seed(0))
     with counting() as total:
         task.loss(task.network, task.read(rows), drawn).sum().backward()
-        return float(total())
+        return float(total()) * settings.steps

@@ -9,18 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from atoll.cards import INDEX
-from atoll.data.shards import Dataset
 from atoll.engines.local import find_slots, run_jobs
 from atoll.engines.train_all import job_of
 from atoll.errors import InputError
-from atoll.experiments.flops import flops_of_step
 from atoll.sampling.assemble import assemble
 from atoll.storage import alone, make_folder, read_json, write_json
-from atoll.training.expert import ExpertTask
-from atoll.training.router import RouterTask
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings
 
 AnySettings = ExpertSettings | RouterSettings | DistillSettings
@@ -46,13 +40,6 @@ class PartNode(NamedTuple):
             return ["distill", str(self.teacher), str(self.data)]
         init = [] if self.init is None else ["--init", str(self.init.folder)]
         return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
-
-    def count_flops(self) -> float:
-        """Returns the FLOPs of its training: those of one sample, counted, times all samples."""
-        data, settings, cpu = Dataset.open(self.data, self.cluster), self.settings, torch.device("cpu")
-        kind: Any = RouterTask if isinstance(settings, RouterSettings) else ExpertTask
-        task = kind(data, settings, cpu)
-        return flops_of_step(task, 1) * settings.batch * settings.steps
 
 
 class ModelNode(NamedTuple):
