@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from atoll.cards import DATASET, FORMAT, BegunDatasetCard, DatasetCard, PrepareCard, SourceCard
+from atoll.cards import DATASET, FORMAT, BegunDatasetCard, Counts, DatasetCard, PrepareCard, SourceCard, require_same
 from atoll.data.duplicates import Duplicates
 from atoll.data.images import CroppedImage, Transform
 from atoll.data.shards import HELD_OUT, TRAIN, Shard, write_shard, write_sums
@@ -43,7 +43,7 @@ Row = tuple[Item, CroppedImage]
 
 CHUNK = 512  # items per shard; fewer where they are so large that more would not fit into 50 MB
 BATCH = 64  # images at a time through the codec and the features
-SLOW_CHUNK, SLOW_BATCH = 32, 1  # where each takes a second: a killed run loses what it did since the last whole shard
+SLOW_CHUNK = 32  # items per shard where each takes a second: a killed run loses what comes after its last shard
 NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 MAX_WORKERS = 1024
 MAX_SIZE = 4096  # pixels of a side
@@ -117,6 +117,79 @@ class Encoders(NamedTuple):
         return {name: column.cpu().numpy() for name, column in columns.items()}
 
 
+class ShardWriter:
+    """The shards of a data set in the making: those that are there already, and what is added to them."""
+
+    def __init__(self, folder: Path, encoders: Encoders, drop_near: bool, holdout: float) -> None:
+        self.folder, self.encoders, self.holdout = folder, encoders, holdout
+        self.duplicates = Duplicates(drop_near)
+        self.batch, self.max_items = (1, SLOW_CHUNK) if encoders.slow else (BATCH, CHUNK)
+        self.sums: dict[str, str] = {}  # the SHA-256 of each shard
+        self.counts = Counter[str]()
+        self.rejected: list[str] = []  # what was left out, as lines of JSON
+        while (path := self._next_path()).exists():
+            shard = Shard(path)
+            for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
+                self.duplicates.add(digest.tobytes(), int(likeness), thumb)
+            self._note(shard, digest_of(path))
+
+    @property
+    def num_items(self) -> int:
+        return self.counts["rows"] + self.counts["rejected"]
+
+    def add(self, samples: Samples, on_items: Callable[[int], object]) -> None:
+        """Makes one shard of some samples."""
+        rejected: list[str] = []
+        rows: list[Row] = []
+        batches: list[dict[str, NDArray[Any]]] = []
+        for batch in batched(self._kept(samples, rejected, on_items), self.batch):
+            batches.append(self.encoders.encode(batch))
+            rows += batch
+            on_items(len(batch))
+        first, images = self.counts["rows"], [image for _, image in rows]
+        columns = {name: np.concatenate([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
+        columns |= {
+            "row": np.arange(first, first + len(rows), dtype=np.int64),
+            "split": np.array([split_of(image.origin, self.holdout) for image in images], np.uint8),
+            "digest": np.array([list(image.digest) for image in images], np.uint8).reshape(-1, 16),
+            "likeness": np.array([image.likeness for image in images], np.uint64),
+            "thumb": np.array([image.thumb for image in images], np.uint8).reshape(-1, 8, 8, 3),
+        }
+        strings = {
+            "key": [item.key for item, _ in rows],
+            "caption": [item.caption or "" for item, _ in rows],
+            "label": [item.label for item, _ in rows],
+            "rejected": rejected,
+        }
+        path = self._next_path()
+        digest = write_shard(path, columns, strings)
+        self._note(Shard(path), digest)
+
+    def _kept(self, samples: Samples, rejected: list[str], on_items: Callable[[int], object]) -> Iterator[Row]:
+        """Yields what is neither faulty nor a duplicate, and appends a line to `rejected` for what is."""
+        for item, image in samples:
+            fault = item.fault if image is None else self.duplicates.find(image.digest, image.likeness, image.thumb)
+            if image is None or fault:
+                entry = {"key": item.key, "reason": fault}
+                line = json.dumps(entry, ensure_ascii=False)
+                rejected.append(line if line.isprintable() else json.dumps(entry))  # none moves a terminal's cursor
+                on_items(1)
+            else:
+                self.duplicates.add(image.digest, image.likeness, image.thumb)
+                yield item, image
+
+    def _next_path(self) -> Path:
+        return self.folder / f"{len(self.sums):05d}.safetensors"
+
+    def _note(self, shard: Shard, digest: str) -> None:
+        """Counts what is in a finished shard."""
+        self.sums[shard.path.name] = digest
+        split, rejected = shard["split"], shard.strings("rejected")
+        held_out = int((split == HELD_OUT).sum())
+        self.counts.update(rows=len(split), train=len(split) - held_out, held_out=held_out, rejected=len(rejected))
+        self.rejected += rejected
+
+
 def prepare(
     source: Source,
     out: str | Path,
@@ -128,76 +201,48 @@ def prepare(
     """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features."""
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
-    out = Path(out)
+    place, out = _device(device), Path(out)
     make_folder(out)
     with alone(out):
-        return _prepare(source, out, settings, num_workers, progress, _device(device))
-
-
-def _prepare(
-    source: Source, out: Path, settings: PrepareSettings, num_workers: int | None, progress: bool, device: torch.device
-) -> DatasetCard:
-    text, features = make_text_encoder(settings.text), make_features(settings.features)
-    features.to(device)
-    census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
-    begun = _begin(out, source, settings, census, text, features)
-    if isinstance(begun, DatasetCard):
-        return begun
-    if num_workers is None:
-        num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
-    chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
-    with readers(num_workers, settings.transform(features.size), chunk) as read:
-        if not (out / "vae").exists():
-            sample = _sample(source, census, read, progress) if needs_sample(settings.codec) else None
-            codec = make_codec(settings.codec, sample=sample)
-            codec.latent_shape(settings.size)
-            write_json(out / DATASET, begun.values())
-            _save_whole(out, codec)
-        codec = load_codec(out)  # not the fitted one: laid out otherwise in memory, it would round otherwise, too
-        codec.to(device)
-        encoders = Encoders(codec, text, features, device)
-        if encoders.slow:
-            chunk = min(chunk, SLOW_CHUNK)
-        drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
-        duplicates = Duplicates(drop_near)
-        sums, counts = _resume(out, duplicates)
-        done = counts["rows"] + counts["rejected"]
-        with tqdm(total=census.num_items, initial=done, desc="prepare", unit=" images", smoothing=0.1,
-                  disable=not progress) as bar:  # fmt: skip
-            samples = read(islice(source.items(), done, None))
-            for first in samples:
-                some = chain([first], islice(samples, chunk - 1))
-                columns, strings = _make_columns(some, encoders, duplicates, settings.holdout, bar.update)
-                num_rows = len(strings["key"])
-                columns["row"] = np.arange(counts["rows"], counts["rows"] + num_rows, dtype=np.int64)
-                path = _shard_path(out, len(sums))
-                sums[path.name] = write_shard(path, columns, strings)
-                counts.update(_count_rows(Shard(path)))
-    rejected = [line for name in sums for line in Shard(out / "shards" / name).strings("rejected")]
-    if counts["rows"] == 0:  # so that the cause can be fixed, and the same command run again
-        for folder in ("vae", "shards"):
-            shutil.rmtree(out / folder)
-        (out / DATASET).unlink()
-        raise _nothing_left(source, Counter(json.loads(line)["reason"] for line in rejected))
-    lines = "".join(line + "\n" for line in rejected)
-    write_whole(out / "rejected.jsonl", lambda staged: staged.write_text(lines, encoding="utf-8"))
-    _save_whole(out, text)
-    write_sums(out / "shards", sums)
-    codec_card = codec.describe()
-    if isinstance(codec, VAE):  # by the name it was asked for, not by that of its copy in the data set
-        codec_card = codec_card.model_copy(update={"spec": public_spec(settings.codec)})
-    card = DatasetCard.parse(
-        dict(begun)
-        | {
-            "complete": True,
-            "counts": dict(counts),
-            "codec": codec_card,
-            "latent_shape": list(codec.latent_shape(settings.size)),
-        },
-        str(out),
-    )
-    write_json(out / DATASET, card.values())
-    return card
+        text, features = make_text_encoder(settings.text), make_features(settings.features).to(place)
+        census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
+        begun = _begin(out, source, settings, census, text, features)
+        if isinstance(begun, DatasetCard):
+            return begun
+        if num_workers is None:
+            num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
+        chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
+        with readers(num_workers, settings.transform(features.size), chunk) as read:
+            if not (out / "vae").exists():
+                sample = _sample(source, census, read, progress) if needs_sample(settings.codec) else None
+                codec = make_codec(settings.codec, sample=sample)
+                codec.latent_shape(settings.size)
+                write_json(out / DATASET, begun.values())
+                _save_whole(out, codec)
+            codec = load_codec(out).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
+            drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
+            writer = ShardWriter(out / "shards", Encoders(codec, text, features, place), drop_near, settings.holdout)
+            with tqdm(total=census.num_items, initial=writer.num_items, desc="prepare", unit=" images", smoothing=0.1,
+                      disable=not progress) as bar:  # fmt: skip
+                samples = read(islice(source.items(), writer.num_items, None))
+                for first in samples:
+                    writer.add(chain([first], islice(samples, min(chunk, writer.max_items) - 1)), bar.update)
+        if not writer.counts["rows"]:
+            for folder in ("vae", "shards"):  # so that the cause can be fixed, and the same command run again
+                shutil.rmtree(out / folder)
+            (out / DATASET).unlink()
+            raise _nothing_left(source, Counter(json.loads(line)["reason"] for line in writer.rejected))
+        lines = "".join(line + "\n" for line in writer.rejected)
+        write_whole(out / "rejected.jsonl", lambda staged: staged.write_text(lines, encoding="utf-8"))
+        _save_whole(out, text)
+        write_sums(out / "shards", writer.sums)
+        codec_card, shape = codec.describe(), list(codec.latent_shape(settings.size))
+        if isinstance(codec, VAE):  # by the name it was asked for, not by that of its copy in the data set
+            codec_card = codec_card.model_copy(update={"spec": public_spec(settings.codec)})
+        values = dict(begun) | {"complete": True}
+        card = DatasetCard(**values, counts=Counts(**writer.counts), codec=codec_card, latent_shape=shape)
+        write_json(out / DATASET, card.values())
+        return card
 
 
 def _device(name: str) -> torch.device:
@@ -250,21 +295,16 @@ def _begin(
         return current
     values = read_json(path, "delete the folder and prepare it again")
     begun = (DatasetCard if values.get("complete") else BegunDatasetCard).parse(values, str(path))
-    now, before = (
-        {
-            **card.settings.model_dump(),
-            **card.source.model_dump(),
-            "fingerprint of the text encoder": card.text.fingerprint,
-            "fingerprint of the features": card.features.fingerprint,
-        }
-        for card in (current, begun)
-    )
-    for key in now:
-        if now[key] != before[key]:
-            change = f"{key} was {shown(before[key])}, now {shown(now[key])}"
-            if key in ("items", "keys"):
-                change = "its images or captions have changed"
-            raise InputError(f"{out} was begun otherwise ({change}): choose another --out, or delete it to start anew")
+    for now, before in ((current.settings, begun.settings), (current.source, begun.source)):
+        for key, value in now:
+            if (old := getattr(before, key)) != value:
+                change = f"{key} was {shown(old)}, now {shown(value)}"
+                change = "its images or captions have changed" if key in ("items", "keys") else change
+                raise InputError(
+                    f"{out} was begun otherwise ({change}): choose another --out, or delete it to start anew"
+                )
+    require_same(begun.text, current.text, "text encoder", out, "this run")
+    require_same(begun.features, current.features, "features", out, "this run")
     return begun
 
 
@@ -282,81 +322,14 @@ def _sample(source: Source, census: Census, read: Callable[[Iterable[Item]], Sam
     return _tensor(pixels)
 
 
-def _resume(out: Path, duplicates: Duplicates) -> tuple[dict[str, str], Counter[str]]:
-    """Returns the SHA-256 of each shard that is there, and what they hold; their images are seen."""
-    sums, counts = dict[str, str](), Counter[str]()
-    while (path := _shard_path(out, len(sums))).exists():
-        shard = Shard(path)
-        for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
-            duplicates.add(digest.tobytes(), int(likeness), thumb)
-        counts.update(_count_rows(shard))
-        sums[path.name] = digest_of(path)
-    return sums, counts
-
-
-def _count_rows(shard: Shard) -> dict[str, int]:
-    split = shard["split"]
-    return {
-        "rows": len(split),
-        "train": int((split == TRAIN).sum()),
-        "held_out": int((split == HELD_OUT).sum()),
-        "rejected": len(shard["rejected.offsets"]) - 1,
-    }
-
-
 def split_of(origin: bytes, holdout: float) -> int:
     """Held out or not, by the image's own content: it stays so whatever is added, and at whatever size."""
     return HELD_OUT if int.from_bytes(origin[8:], "big") < holdout * 2**64 else TRAIN
 
 
-def _make_columns(
-    samples: Samples, encoders: Encoders, duplicates: Duplicates, holdout: float, on_items: Callable[[int], object]
-) -> tuple[dict[str, NDArray[Any]], dict[str, list[str]]]:
-    """Returns the columns of a shard, of numbers and of strings; `rejected` are what is left out, as lines of JSON."""
-    rejected: list[str] = []
-
-    def kept() -> Iterator[Row]:
-        for item, image in samples:
-            fault = item.fault if image is None else duplicates.find(image.digest, image.likeness, image.thumb)
-            if image is None or fault:
-                entry = {"key": item.key, "reason": fault}
-                line = json.dumps(entry, ensure_ascii=False)
-                rejected.append(line if line.isprintable() else json.dumps(entry))  # none moves a terminal's cursor
-                on_items(1)
-            else:
-                duplicates.add(image.digest, image.likeness, image.thumb)
-                yield item, image
-
-    rows: list[Row] = []
-    batches: list[dict[str, NDArray[Any]]] = []
-    for batch in batched(kept(), SLOW_BATCH if encoders.slow else BATCH):
-        batches.append(encoders.encode(batch))
-        rows += batch
-        on_items(len(batch))
-    images = [image for _, image in rows]
-    columns = {name: np.concatenate([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
-    columns |= {
-        "split": np.array([split_of(image.origin, holdout) for image in images], np.uint8),
-        "digest": np.array([list(image.digest) for image in images], np.uint8).reshape(-1, 16),
-        "likeness": np.array([image.likeness for image in images], np.uint64),
-        "thumb": np.array([image.thumb for image in images], np.uint8).reshape(-1, 8, 8, 3),
-    }
-    strings = {
-        "key": [item.key for item, _ in rows],
-        "caption": [item.caption or "" for item, _ in rows],
-        "label": [item.label for item, _ in rows],
-        "rejected": rejected,
-    }
-    return columns, strings
-
-
 def _tensor(pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
     """Returns uint8 pixels as images in [-1, 1]: [B, 3, S, S]."""
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def _shard_path(out: Path, number: int) -> Path:
-    return out / "shards" / f"{number:05d}.safetensors"
 
 
 def damage_in(out: Path) -> Iterator[str]:
