@@ -23,10 +23,11 @@ from atoll.data.view import decode_rows
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import make_features
 from atoll.errors import InputError
-from atoll.experiments import evaluate as module
-from atoll.experiments.evaluate import Contender, Evaluation, SampledImages, evaluate, name_contenders
+from atoll.experiments import images as module
+from atoll.experiments.evaluate import Contender, Evaluation, evaluate, name_contenders
 from atoll.experiments.figures import name_of
-from atoll.experiments.measure import MetricSettings, tensor_of
+from atoll.experiments.images import SampledImages, tensor_of
+from atoll.experiments.measure import MetricSettings
 from atoll.experiments.sanity import Check, doubt_density, doubt_features, quilts_of
 from atoll.experiments.tables import draw_metrics, format_value, render_table, with_error
 from atoll.metrics.diversity import Distance
@@ -184,8 +185,6 @@ class TestFigures:
         judged = evaluation.judge(Contender("ours", model, QUICK))
         assert judged["figures"]["frechet/simple"]["value"] > 0
         assert evaluation.describe()["prompts"]["split"] == "given"
-        with pytest.raises(InputError, match="no prompts"):
-            Evaluation(data, tmp_path, settings, [], progress=False)
 
 
 class TestGoingOn:
@@ -306,15 +305,13 @@ def test_oracle(model, monolith, data, tmp_path, monkeypatch):
     assert found["figures"]["frechet/simple"]["value"] > 0
     with pytest.raises(InputError, match="monolith has 1 expert, but the data has a cluster 2"):
         evaluation.judge(Contender("monolith", monolith, oracle))
-    with pytest.raises(InputError, match="take prompts from the data"):
-        Evaluation(data, tmp_path, settings, ["a robot"], progress=False).judge(Contender("oracle", model, oracle))
 
 
 class TestRefused:
     def test_settings(self):
         with pytest.raises(InputError, match="unknown metric 'frechett': did you mean 'frechet'"):
             MetricSettings(metrics=("frechett",))
-        with pytest.raises(InputError, match="num must be at least 2"):
+        with pytest.raises(InputError, match="num must be from 2 to 1000000, but is 1"):
             MetricSettings(num=1)
         with pytest.raises(InputError, match="unknown split"):
             MetricSettings(split="test")
@@ -340,8 +337,6 @@ class TestRefused:
     def test_places(self, model, data, tmp_path):
         with pytest.raises(InputError, match="lies within"):
             evaluate([Contender("ours", model, QUICK)], data, data / "out", SETTINGS)
-        with pytest.raises(InputError, match="no model"):
-            evaluate([], data, tmp_path, SETTINGS)
         with pytest.raises(InputError, match="two models have the same name"):
             evaluate([Contender("ours", model, QUICK)] * 2, data, tmp_path, SETTINGS)
         (tmp_path / "file").write_text("")
@@ -465,15 +460,16 @@ class TestSanity:
         settings = PrepareSettings(size=32, holdout=0.3, codec="pixels", near_duplicates="keep")
         prepare(Source("avatars", num=600, size=32), data, settings, 0, progress=False)
         settings = MetricSettings(num=150, features=("simple",), metrics=("frechet", "kernel", "coverage"))
-        checks = Evaluation(data, tmp_path / "out", settings, progress=False).suite.check()
-        assert [check.metric for check in checks] == ["frechet", "kernel", "precision", "recall", "density", "coverage"]
+        checks = Evaluation(data, tmp_path / "out", settings, progress=False).checks()
+        metrics = ("frechet", "kernel", "precision", "recall", "density", "coverage")
+        assert [check.key for check in checks] == [f"{metric}/simple" for metric in metrics]
         assert all(check.tells for check in checks), checks
         assert doubt_features(checks) == []
-        few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False).suite
-        assert few.check() == []
+        few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False)
+        assert few.checks() == []
 
     def test_sentences(self):
-        checks = [Check("frechet", "dino:x", 3.0, 2.0), Check("recall", "dino:x", 0.9, 0.1)]
+        checks = [Check("frechet/dino:x", 3.0, 2.0), Check("recall/dino:x", 0.9, 0.1)]
         (told,) = doubt_features(checks)
         assert (
             "(frechet 2.00 against 3.00): do not trust frechet by dino:x on this data, and use --features ano" in told

@@ -5,14 +5,7 @@ import pytest
 import torch
 
 from atoll.errors import InputError
-from atoll.metrics.frechet import (
-    Moments,
-    frechet_distance,
-    frechet_error,
-    frechet_infinity,
-    frechet_to,
-    least_for_infinity,
-)
+from atoll.metrics.frechet import Moments, frechet_distance, frechet_error, frechet_infinity
 
 linalg = pytest.importorskip("scipy.linalg")
 
@@ -22,16 +15,21 @@ def cloud(num, dim, seed):
     return rng.normal(size=(num, dim)) @ rng.normal(size=(dim, dim)) + rng.normal(size=dim)
 
 
-def by_scipy(one: Moments, other: Moments) -> float:
-    root = linalg.sqrtm(one.covariance @ other.covariance).real
-    return ((one.mean - other.mean) ** 2).sum() + np.trace(one.covariance + other.covariance - 2 * root)
+def covariance(of: Moments) -> np.ndarray:
+    return of.factor.T @ of.factor
+
+
+def by_scipy(one: np.ndarray, other: np.ndarray) -> float:
+    means, (s1, s2) = (one.mean(0), other.mean(0)), (np.atleast_2d(np.cov(x, rowvar=False)) for x in (one, other))
+    return ((means[0] - means[1]) ** 2).sum() + np.trace(s1 + s2 - 2 * linalg.sqrtm(s1 @ s2).real)
 
 
 @pytest.mark.parametrize("dim", [1, 5, 40])
 def test_against_scipy(dim):
-    one, other = Moments.of(cloud(300, dim, 0)), Moments.of(cloud(200, dim, 1))
-    assert frechet_distance(one, other) == pytest.approx(by_scipy(one, other), rel=1e-8)
-    assert frechet_distance(one, other) == pytest.approx(frechet_distance(other, one), rel=1e-10)
+    one, other = cloud(300, dim, 0), cloud(200, dim, 1)
+    distance = frechet_distance(Moments.of(one), Moments.of(other))
+    assert distance == pytest.approx(by_scipy(one, other), rel=1e-8)
+    assert distance == pytest.approx(frechet_distance(Moments.of(other), Moments.of(one)), rel=1e-10)
 
 
 def test_against_torchmetrics():
@@ -54,41 +52,31 @@ def test_against_torchmetrics():
 def test_closed_forms():
     same = Moments.of(cloud(100, 8, 0))
     assert frechet_distance(same, same) == pytest.approx(0, abs=1e-9)
-    moved = Moments(same.mean + 3, same.covariance, 100)
+    moved = Moments(same.mean + 3, same.factor)
     assert frechet_distance(same, moved) == pytest.approx(8 * 9)
-    wide, narrow = Moments(np.zeros(4), np.diag([4.0] * 4), 9), Moments(np.zeros(4), np.diag([1.0] * 4), 9)
+    wide, narrow = Moments(np.zeros(4), 2 * np.eye(4)), Moments(np.zeros(4), np.eye(4))
     assert frechet_distance(wide, narrow) == pytest.approx(4 * (2 - 1) ** 2)
 
 
-def test_fewer_samples_than_dimensions():
+@pytest.mark.parametrize("num", [2, 12, 49, 50])
+def test_fewer_samples_than_dimensions(num):
     """scipy's root of a singular product is not exact itself, so less is asked of the agreement."""
-    one, other = Moments.of(cloud(10, 50, 0)), Moments.of(cloud(12, 50, 1))
-    assert frechet_distance(one, other) == pytest.approx(by_scipy(one, other), rel=1e-4)
-
-
-@pytest.mark.parametrize("num", [2, 12, 49, 50, 200])
-def test_from_features(num):
-    """The shorter way where there are fewer samples than dimensions is the same distance."""
-    reference, features = Moments.of(cloud(300, 50, 0)), cloud(num, 50, 1).astype(np.float32)
-    expected = frechet_distance(reference, Moments.of(features))
-    assert frechet_to(reference, features) == pytest.approx(expected, rel=1e-6)
+    one, other = cloud(40, 50, 0), cloud(num, 50, 1)
+    assert frechet_distance(Moments.of(one), Moments.of(other)) == pytest.approx(by_scipy(one, other), rel=1e-4)
 
 
 def test_identical_images():
     """No spread at all: what is left is how far the one image is from the mean, and the spread of the others."""
     point, others = Moments.of(np.tile([[1.0, 2.0, 3.0]], (20, 1))), Moments.of(cloud(50, 3, 0))
-    expected = ((point.mean - others.mean) ** 2).sum() + np.trace(others.covariance)
+    expected = ((point.mean - others.mean) ** 2).sum() + np.trace(covariance(others))
     assert frechet_distance(point, others) == pytest.approx(expected)
     assert frechet_distance(point, point) == 0
-    wide = Moments.of(cloud(50, 30, 0))
-    same = np.tile(cloud(1, 30, 1), (20, 1))
-    assert frechet_to(wide, same) == pytest.approx(((same[0] - wide.mean) ** 2).sum() + np.trace(wide.covariance))
 
 
 def test_far_from_the_origin():
     """Sums of squares would have lost all digits of the variance here."""
     features = np.random.default_rng(0).normal(size=(4000, 3)) + 1e8
-    np.testing.assert_allclose(Moments.of(features).covariance, np.cov(features - 1e8, rowvar=False), atol=1e-6)
+    np.testing.assert_allclose(covariance(Moments.of(features)), np.cov(features - 1e8, rowvar=False), atol=1e-6)
     lost = (features**2).sum(0) / 4000 - features.mean(0) ** 2
     assert np.abs(lost - 1).min() > 0.5
 
@@ -96,7 +84,7 @@ def test_far_from_the_origin():
 class TestInfinity:
     """Samples of a Gaussian whose distance to another is known."""
 
-    reference = Moments(np.zeros(20), np.eye(20), 10**9)
+    reference = Moments(np.zeros(20), np.eye(20))
 
     def sample(self, num, seed):
         return 1.2 * np.random.default_rng(seed).normal(size=(num, 20)) + 0.1
@@ -108,7 +96,7 @@ class TestInfinity:
         for seed in range(8):
             features = self.sample(400, seed)
             raw.append(frechet_distance(self.reference, Moments.of(features)))
-            found.append(frechet_infinity(self.reference, features).value)
+            found.append(frechet_infinity(self.reference, features)[0])
         bias = np.mean(raw) - self.truth
         report(
             f"Frechet distance of 400 samples in 20 dimensions, truth {self.truth:.2f}: {np.mean(raw):.2f}, "
@@ -118,36 +106,13 @@ class TestInfinity:
 
     def test_errors_are_of_the_size_of_what_they_tell(self):
         found = [frechet_infinity(self.reference, self.sample(400, seed)) for seed in range(12)]
-        spread = np.std([one.value for one in found])
-        assert 0.3 * spread < np.mean([one.error for one in found]) < 3 * spread
+        spread = np.std([value for value, _ in found])
+        assert 0.3 * spread < np.mean([error for _, error in found]) < 3 * spread
         raw = [frechet_distance(self.reference, Moments.of(self.sample(400, seed))) for seed in range(12)]
         error = np.mean([frechet_error(self.reference, self.sample(400, seed)) for seed in range(12)])
         assert 0.5 * np.std(raw) < error < 2.5 * np.std(raw)
 
-    def test_too_few(self):
-        assert least_for_infinity(20) == 80
-        with pytest.raises(InputError, match="79 images are too few .* at least 80"):
-            frechet_infinity(self.reference, self.sample(79, 0))
-        with pytest.raises(InputError, match="at least 4 images"):
-            frechet_error(self.reference, self.sample(3, 0))
-
-    def test_the_largest_subset_is_all(self):
-        found = frechet_infinity(self.reference, self.sample(200, 0))
-        assert found.sizes[0] == 100
-        assert found.sizes[-1] == 200
-        assert found.distances[-1] == pytest.approx(
-            frechet_distance(self.reference, Moments.of(self.sample(200, 0))), rel=1e-9
-        )
-
 
 def test_refused():
-    with pytest.raises(InputError, match="at least 2"):
-        Moments.of(np.zeros((1, 3)))
     with pytest.raises(InputError, match="features of 1 images are not finite"):
         Moments.of(np.array([[0.0, np.nan], [1, 2], [3, 4]]))
-    with pytest.raises(InputError, match="features of 2 images are not finite"):
-        frechet_to(Moments.of(cloud(9, 4, 0)), np.full((2, 4), np.nan))
-    with pytest.raises(InputError, match="cannot be compared"):
-        frechet_to(Moments.of(cloud(9, 4, 0)), cloud(3, 5, 0))
-    with pytest.raises(InputError, match="cannot be compared"):
-        frechet_distance(Moments.of(cloud(9, 2, 0)), Moments.of(cloud(9, 3, 0)))

@@ -23,45 +23,40 @@ CROWDED = 1.5  # times the density of real images
 class Check(NamedTuple):
     """A figure of as many real images and quilts, by the same network."""
 
-    metric: str
-    network: str
+    key: str
     real: float
     quilts: float
 
     @property
     def tells(self) -> bool:
         """Whether quilts are worse by it."""
-        return self.quilts > self.real if kind_of(self.metric).better == LOWER else self.quilts < AS_GOOD * self.real
-
-    def describe(self) -> dict[str, Any]:
-        return {"real": self.real, "quilts": self.quilts, "tells": self.tells}
+        return self.quilts > self.real if kind_of(self.key).better == LOWER else self.quilts < AS_GOOD * self.real
 
 
 def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
     """Returns as many images [N, S, S, 3] of nothing: the mean of these, and on it one random tile over and over."""
     num, side = images.shape[:2]
-    mean = images.mean(0)
     within = np.sqrt(images.var((1, 2)).mean())
     tiles = np.random.default_rng(seed).standard_normal((num, TILE, TILE, 1))
     times = -(-side // TILE)
     pattern = np.tile(tiles, (1, times, times, 1))[:, :side, :side]
-    quilts: NDArray[np.uint8] = (mean + CONTRAST * within * pattern).round().clip(0, 255).astype(np.uint8)
+    quilts: NDArray[np.uint8] = (images.mean(0) + CONTRAST * within * pattern).round().clip(0, 255).astype(np.uint8)
     return quilts
 
 
 def doubt_features(checks: Sequence[Check]) -> list[str]:
     """Returns a sentence for each network by which quilts are as good as real images."""
-    sentences = []
-    for network in dict.fromkeys(check.network for check in checks):
-        if own := [check for check in checks if check.network == network and not check.tells]:
-            names = " and ".join(check.metric for check in own)
-            numbers = ", ".join(f"{check.metric} {check.quilts:.2f} against {check.real:.2f}" for check in own)
-            advice = "efficientnet" if network == "simple" else "another network"
-            sentences.append(
-                f"By {network} features, images of nothing (the mean one under a pattern of tiles) are as good as "
-                f"real ones ({numbers}): do not trust {names} by {network} on this data, and use --features {advice}."
-            )
-    return sentences
+    numbers: dict[str, dict[str, str]] = {}
+    for check in checks:
+        metric, _, network = check.key.partition("/")
+        if not check.tells:
+            numbers.setdefault(network, {})[metric] = f"{metric} {check.quilts:.2f} against {check.real:.2f}"
+    return [
+        f"By {network} features, images of nothing (the mean one under a pattern of tiles) are as good as real ones "
+        f"({', '.join(own.values())}): do not trust {' and '.join(own)} by {network} on this data, and use --features "
+        f"{'efficientnet' if network == 'simple' else 'another network'}."
+        for network, own in numbers.items()
+    ]
 
 
 def doubt_density(models: Sequence[Mapping[str, Any]]) -> list[str]:

