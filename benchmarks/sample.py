@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import LINEAR
 from atoll.diffusion.solvers import euler, uniform_times
@@ -79,7 +78,7 @@ def main() -> None:
     times, seeds = uniform_times(args.steps), range(args.batch)
 
     def sampling(ensemble: Ensemble, routing: str = "top1") -> Callable[[], object]:
-        chosen, guidance = get_routing(routing), Guidance(SCALE)
+        chosen, guidance = get_routing(routing), SCALE
         return lambda: generate(ensemble, prompts, seeds, times=times, routing=chosen, guidance=guidance)
 
     def naive() -> Tensor:

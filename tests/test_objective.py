@@ -121,12 +121,8 @@ def test_bad_input():
         Objective(Prediction.EPS, "cosine", weighting="snr")
     with pytest.raises(InputError, match="time_mean must be finite"):
         Objective(Prediction.EPS, "cosine", time_mean=float("nan"))
-    with pytest.raises(InputError, match=r"shape \[2, 1\] but x has \[2, 3\]"):
-        OBJECTIVES["fm"].loss(lambda x, t: x[:, :1], torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2))
     with pytest.raises(InputError, match="time_std must be above 0"):
         Objective(Prediction.EPS, "cosine", time_std=0)
-    with pytest.raises(InputError, match="they must agree"):
-        OBJECTIVES["fm"].loss(lambda x, t: x, torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2))
     with pytest.raises(InputError, match=r"unknown key of an objective 'shedule': did you mean 'schedule'\?"):
         build(Objective, {"prediction": "eps", "shedule": "cosine"}, "an objective")
     assert build(Objective, {"prediction": "eps", "schedule": "cosine"}, "an objective") == OBJECTIVES["ddpm"]

@@ -7,7 +7,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance, guided
+from atoll.diffusion.guidance import guided
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.prediction import Estimate, Prediction, estimate
 from atoll.diffusion.schedules import SCHEDULES
@@ -96,8 +96,6 @@ def test_a_sample_does_not_depend_on_its_batch():
     together = ddim(denoise, TABLE, x, uniform_times(5), 1.0, seeds(1, 2, 3))
     alone = ddim(denoise, TABLE, x[1:2], uniform_times(5), 1.0, seeds(2))
     torch.testing.assert_close(together[1:2], alone)
-    with pytest.raises(InputError, match="2 generators for 3 samples"):
-        ddim(denoise, TABLE, x, uniform_times(5), 1.0, seeds(1, 2))
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -214,40 +212,25 @@ class TestGuidance:
     def velocity(x: Tensor, t: Tensor, text: Tensor) -> Tensor:
         return text[:, None].expand_as(x)
 
-    def test_scale_and_interval(self):
+    def test_scale(self):
         x = torch.zeros(2, 3)
         texts = {False: torch.tensor([2.0, 2.0]), True: torch.tensor([2.0, 2.0, 1.0, 1.0])}
-        guide = guided(self.velocity, Guidance(4.0, (0.2, 0.8)), texts.__getitem__)
+        guide = guided(self.velocity, 4.0, texts.__getitem__)
         assert torch.all(guide(x, torch.tensor(0.5)) == 5.0)  # 1 + 4 (2 - 1)
-        assert torch.all(guide(x, torch.tensor(0.9)) == 2.0)
-        torch.testing.assert_close(guide(x, torch.tensor([0.5, 0.1])), torch.tensor([[5.0] * 3, [2.0] * 3]))
+        assert torch.all(guide(x, torch.tensor([0.5, 0.1])) == 5.0)
 
-    @pytest.mark.parametrize(("scale", "t"), [(1.0, 0.5), (3.0, 0.9)])
-    def test_no_work_where_there_is_no_guidance(self, scale, t):
-        guide = guided(lambda x, t, text: text + x, Guidance(scale, (0.0, 0.8)), {False: 7.0}.__getitem__)
-        assert guide(torch.zeros(1, 1), torch.tensor(t)) == 7.0
-
-    def test_bad_input(self):
-        with pytest.raises(InputError, match="finite number"):
-            Guidance(math.nan)
-        with pytest.raises(InputError, match="guidance interval"):
-            Guidance(2.0, interval=(0.9, 0.1))
+    def test_no_work_where_there_is_no_guidance(self):
+        guide = guided(lambda x, t, text: text + x, 1.0, {False: 7.0}.__getitem__)
+        assert guide(torch.zeros(1, 1), torch.tensor(0.5)) == 7.0
 
 
 def test_bad_input():
     x = torch.zeros(1, 2)
     with pytest.raises(InputError, match="unknown solver 'eular': did you mean 'euler'"):
         get_solver("eular")
-    for steps in (0, -3, 2.5):
-        with pytest.raises(InputError, match=f"whole number of at least 1, but is {steps}"):
-            uniform_times(steps)
-    with pytest.raises(InputError, match="from start down to end"):
-        uniform_times(5, start=0.0, end=1.0)
     with pytest.raises(InputError, match="each below the one before"):
         euler(gaussian_velocity, x, torch.tensor([0.0, 1.0]))
     with pytest.raises(InputError, match="each below the one before"):
         euler(gaussian_velocity, x, torch.tensor([1.0, 0.5, 0.5 - 1e-12, 0.0], dtype=torch.float64))
     with pytest.raises(InputError, match=r"t must lie in \[0, 1\]"):
         euler(gaussian_velocity, x, torch.tensor([999.0, 500.0, 0.0]))
-    with pytest.raises(InputError, match=r"eta must lie in \[0, 1\]"):
-        ddim(denoise, TABLE, x, uniform_times(2), eta=2)

@@ -234,7 +234,7 @@ class PartitionCard(Card):
     @classmethod
     def read(cls, folder: Path) -> "PartitionCard":
         path = folder / PARTITION
-        return cls.parse(read_json(path, "give the clusters folder of a partitioned data set"), str(path))
+        return cls.parse(read_json(path, f"run `atoll partition {folder.parent} --experts K`"), str(path))
 
     def write(self, folder: Path) -> None:
         write_json(folder / PARTITION, {"format": self.format, **self.values()})

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.diffusion.prediction import Prediction, check_output, output_for, x0_weight
-from atoll.diffusion.schedules import Schedule, check_times, get_schedule
+from atoll.diffusion.prediction import Prediction, output_for, x0_weight
+from atoll.diffusion.schedules import Schedule, get_schedule
 from atoll.diffusion.transfer import Predict
 from atoll.errors import InputError, unknown
 
@@ -62,13 +62,10 @@ class Objective:
 
     def loss(self, predict: Predict, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """The weighted mean squared error of each sample (Eq. 3 for DDPM, Eq. 4 for flow matching): [B]."""
-        if x0.shape != eps.shape:
-            raise InputError(f"x0 has shape {list(x0.shape)} but the noise has {list(eps.shape)}: they must agree")
-        check_times(t)
         at = self.path(t)
         alpha, sigma, _, _ = at.broadcast(x0)
         output = predict(alpha * x0 + sigma * eps, t)
-        check_output(output, x0)
+        assert output.shape == x0.shape
         # The tables' d_sigma is infinite only at clean data, outside [0, 1]: targets are finite everywhere.
         target = output_for(self.prediction, x0, eps, at)
         return self.weight(t) * ((output - target) ** 2).flatten(1).mean(1)

@@ -23,10 +23,6 @@ class ClusteredGaussians:
     variances: Tensor  # [K, M, D]
     weights: Tensor  # [K, M], summing to 1 over both
 
-    @property
-    def num_clusters(self) -> int:
-        return len(self.means)
-
     @classmethod
     def random(cls, num_clusters: int, num_components: int, dim: int, seed: int = 0) -> "ClusteredGaussians":
         """Clusters around random centres, in float64."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from atoll.diffusion.schedules import Coefficients
-from atoll.errors import InputError, unknown
+from atoll.errors import unknown
 
 
 class Prediction(StrEnum):
@@ -36,9 +36,9 @@ def estimate(prediction: Prediction, output: Tensor, x: Tensor, at: Coefficients
 
     Where alpha (for EPS) or sigma (for X0) is zero this is 0/0; `Transfer` keeps away from there.
     """
-    check_output(output, x)
+    assert output.shape == x.shape
     alpha, sigma, d_alpha, d_sigma = at.broadcast(x)
-    match Prediction(prediction):
+    match prediction:
         case Prediction.EPS:
             return Estimate((x - sigma * output) / alpha, output)
         case Prediction.X0:
@@ -51,15 +51,10 @@ def estimate(prediction: Prediction, output: Tensor, x: Tensor, at: Coefficients
             return Estimate((d_sigma * x - sigma * output) / det, (alpha * output - d_alpha * x) / det)
 
 
-def check_output(output: Tensor, x: Tensor) -> None:
-    if output.shape != x.shape:
-        raise InputError(f"the prediction has shape {list(output.shape)} but x has {list(x.shape)}: they must agree")
-
-
 def output_for(prediction: Prediction, x0: Tensor, eps: Tensor, at: Coefficients) -> Tensor:
     """What a perfect network of this kind would output: the training target, and the inverse of `estimate`."""
     alpha, sigma, d_alpha, d_sigma = at.broadcast(x0)
-    match Prediction(prediction):
+    match prediction:
         case Prediction.EPS:
             return eps
         case Prediction.X0:
@@ -77,7 +72,7 @@ def x0_weight(prediction: Prediction, at: Coefficients) -> Tensor:
     has 1 / t^2, so that its ratio to EPS is 1 / alpha^2 there too (Eq. 11 and the Remark).
     """
     alpha, sigma, d_alpha, d_sigma = at
-    match Prediction(prediction):
+    match prediction:
         case Prediction.EPS:
             return (alpha / sigma) ** 2
         case Prediction.X0:

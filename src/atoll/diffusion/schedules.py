@@ -32,14 +32,9 @@ class Coefficients(NamedTuple):
 
 
 def broadcast(values: Tensor, x: Tensor) -> Tensor:
-    """One value for the whole batch (0-d), or one a sample ([B]), shaped and typed to multiply x[B, ...]."""
+    """One value for the whole batch (0-d), or one per sample ([B]), shaped and typed to multiply x[B, ...]."""
     if values.dim() == 0:
         return values.to(x.device, x.dtype)
-    if values.dim() != 1 or (values.shape[0] != x.shape[0] and values.shape[0] != 1):
-        raise InputError(
-            f"t has shape {list(values.shape)} but x has shape {list(x.shape)}: "
-            "give one time for the whole batch (a 0-d tensor) or one a sample"
-        )
     return values.to(x.device, x.dtype).view(-1, *[1] * (x.dim() - 1))
 
 
@@ -51,10 +46,8 @@ def check_times(t: Tensor) -> None:
         return
     least, most = (float(end) for end in torch.aminmax(t.detach()))
     if not (least >= 0 and most <= 1):
-        found = f"{least:g}" if least == most else f"values from {least:g} to {most:g}"
-        raise InputError(
-            f"t must lie in [0, 1] but is {found}: times are fractions (0 data, 1 noise), not step numbers"
-        )
+        span = f"{least:g}" if least == most else f"values from {least:g} to {most:g}"
+        raise InputError(f"t must lie in [0, 1] but is {span}: times are fractions (0 data, 1 noise), not step numbers")
 
 
 def interior(t: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from atoll.diffusion.prediction import Estimate, Prediction, check_output, estimate
-from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, broadcast, check_times, get_schedule, interior
+from atoll.diffusion.prediction import Estimate, Prediction, estimate
+from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, broadcast, check_times, interior
 from atoll.errors import InputError, unknown
 
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -45,44 +45,15 @@ class Calibration:
     mean: Tensor  # the shape of one sample
 
     def __post_init__(self) -> None:
-        if self.log_snr.dim() != 1 or self.log_snr.shape != self.gain.shape or len(self.log_snr) < 1:
-            raise InputError(
-                f"a calibration needs one gain a log-SNR level, but has {list(self.gain.shape)} gains "
-                f"for {list(self.log_snr.shape)} levels"
-            )
-        if not all(bool(torch.isfinite(values).all()) for values in (self.log_snr, self.gain, self.mean)):
-            raise InputError("the calibration holds values that are not finite: measure it again")
-        if bool((self.log_snr.diff() <= 0).any()):
-            raise InputError("the log-SNR levels of a calibration must rise")
-        if bool(((self.gain < 0) | (self.gain > 1)).any()):
-            raise InputError("the gains of a calibration must lie in [0, 1]")
+        levels, gains = self.log_snr, self.gain
+        finite = all(bool(torch.isfinite(values).all()) for values in (levels, gains, self.mean))
+        rise = levels.dim() == 1 and len(levels) > 0 and bool((levels.diff() > 0).all())
+        if not finite or not rise or levels.shape != gains.shape or bool((gains.clamp(0, 1) != gains).any()):
+            raise InputError("a calibration must have a gain in [0, 1] for each of its rising levels: measure it again")
 
     @classmethod
-    def fit(
-        cls,
-        x0: Tensor,
-        x0_hat: Tensor,
-        log_snr: Tensor,
-        mean: Tensor,
-        num_bins: int = 32,
-        prior_mean: Tensor | None = None,
-    ) -> "Calibration":
-        """Regress x0[N, ...] on an expert's x0_hat, in bins of equal count along log_snr[N].
-
-        `prior_mean`[N, ...] takes the place of the mean, where more is known of each sample.
-        """
-        if not (len(x0) == len(x0_hat) == len(log_snr)) or x0.shape != x0_hat.shape:
-            raise InputError("a calibration needs as many estimates and levels as samples")
-        if not 1 <= num_bins <= len(x0):
-            raise InputError(f"num_bins must lie between 1 and the {len(x0)} samples there are, but is {num_bins}")
-        centre = mean if prior_mean is None else prior_mean
-        return cls.from_products(*products(x0, x0_hat, centre), log_snr, mean, num_bins)
-
-    @classmethod
-    def from_products(
-        cls, dots: Tensor, squares: Tensor, log_snr: Tensor, mean: Tensor, num_bins: int
-    ) -> "Calibration":
-        """From `products` of each sample: two numbers in the place of two latents."""
+    def fit(cls, dots: Tensor, squares: Tensor, log_snr: Tensor, mean: Tensor, num_bins: int = 32) -> "Calibration":
+        """Regresses x0 on an expert's x0_hat by `products` of each sample, in bins of equal count along log_snr[N]."""
         levels, gains = [], []
         for rows in torch.argsort(log_snr).tensor_split(num_bins):
             gain = dots[rows].sum() / squares[rows].sum().clamp_min(1e-30)
@@ -117,26 +88,17 @@ def products(x0: Tensor, x0_hat: Tensor, centre: Tensor) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Safeguards:
-    """The paper's three (section 3.2), and which of its two velocities they guard. None or False switches one off.
+    """The paper's three (section 3.2), and which of its two velocities they guard.
 
     The paper gives no formula for its damping at t > 0.85, "where schedule derivatives become large". Read here
     as: past that time, no derivative may exceed the linear path's. Eq. 8 has the linear path's own derivatives,
     so damping acts on Eq. 7 alone.
     """
 
-    clamp: float | None = 20.0  # |x0| at most this
-    alpha_floor: float | None = 0.01  # alpha in Eq. 5 at least this
-    damping: bool = True
-    equation: int = 8  # 7: derivatives of the expert's schedule; 8: of the linear path
-
+    clamp: float = 20.0  # |x0| at most this
+    alpha_floor: float = 0.01  # alpha in Eq. 5 at least this
     damping_start: float = 0.85
-
-    def __post_init__(self) -> None:
-        if self.equation not in (7, 8):
-            raise InputError(f"equation must be 7 or 8, but is {self.equation!r}")
-        for name in ("clamp", "alpha_floor"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise InputError(f"{name} must be above 0, or None to switch it off, but is {getattr(self, name)!r}")
+    equation: int = 8  # 7: derivatives of the expert's schedule; 8: of the linear path
 
 
 @dataclass(frozen=True)
@@ -153,20 +115,14 @@ class Transfer:
     at that end stands, beyond the clean end its eps. `paper` takes no notice of it."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, str):
-            object.__setattr__(self, "schedule", get_schedule(self.schedule))
         if self.log_snr_range is None:
             object.__setattr__(self, "log_snr_range", self.schedule.log_snr_range)
-        object.__setattr__(self, "prediction", Prediction(self.prediction))
         # Only the x0 of EPS is an error divided by alpha; the others gain little, and shrinking costs variety.
         needs_it = self.prediction is Prediction.EPS and self.calibration is not None
         default = Conversion.CALIBRATED if needs_it else Conversion.EXACT
         object.__setattr__(self, "conversion", Conversion(self.conversion or default))
         if self.conversion is Conversion.CALIBRATED and self.calibration is None:
             raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")
-        assert self.log_snr_range is not None
-        if not self.log_snr_range[0] < self.log_snr_range[1]:
-            raise InputError(f"log_snr_range must be (low, high) with low < high, but is {self.log_snr_range}")
 
     def velocity(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Tensor:
         """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample.
@@ -175,9 +131,7 @@ class Transfer:
         """
         if self._is_canonical:
             check_times(t)
-            output = predict(x, t)
-            check_output(output, x)
-            return output
+            return predict(x, t)
         if self.conversion is Conversion.PAPER:
             return self._paper(predict, x, _time_for(x, t))
         x0, eps = self.estimate(predict, x, t, prior_mean)
@@ -185,8 +139,6 @@ class Transfer:
 
     def estimate(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Estimate:
         """The (x0, eps) behind canonical (x, t), by exact transfer and, if so set, calibrated."""
-        if self.conversion is Conversion.PAPER:
-            raise InputError("the paper's conversion gives velocities only: use 'exact' or 'calibrated' for x0 and eps")
         check_times(t)
         t = _time_for(x, t)
         assert self.log_snr_range is not None
@@ -203,8 +155,6 @@ class Transfer:
         if self.conversion is Conversion.CALIBRATED:
             assert self.calibration is not None
             mean = (self.calibration.mean if prior_mean is None else prior_mean).to(x.device, x.dtype)
-            if mean.shape[-len(x.shape[1:]) :] != x.shape[1:]:
-                raise InputError(f"the calibration is for samples {list(mean.shape)}, but x has {list(x.shape[1:])}")
             gain = broadcast(self.calibration.gain_at(LINEAR.log_snr(t)), x)
             shrunk = mean + gain * (x0 - mean)
             x0, eps = shrunk, eps + alpha / sigma * (x0 - shrunk)  # x = alpha x0 + sigma eps still holds
@@ -225,18 +175,15 @@ class Transfer:
         guard = self.safeguards
         check_times(t)
         at = self.schedule(self.schedule.inside(t))
-        floored = at if guard.alpha_floor is None else at._replace(alpha=at.alpha.clamp_min(guard.alpha_floor))
-        asked = floored if self.prediction is Prediction.EPS else at
-        x0, eps = estimate(self.prediction, predict(x, t), x, asked)
-        if guard.clamp is not None:
-            x0 = x0.clamp(-guard.clamp, guard.clamp)
+        if self.prediction is Prediction.EPS:
+            at = at._replace(alpha=at.alpha.clamp_min(guard.alpha_floor))
+        x0, eps = estimate(self.prediction, predict(x, t), x, at)
+        x0 = x0.clamp(-guard.clamp, guard.clamp)
         path = self.schedule if guard.equation == 7 else LINEAR
         _, _, d_alpha, d_sigma = path(path.inside(t))
-        if guard.damping:
-            steepest = torch.maximum(d_alpha.abs(), d_sigma.abs()).clamp_min(1)
-            scale = torch.where(t > guard.damping_start, 1 / steepest, torch.ones_like(steepest))
-            d_alpha, d_sigma = d_alpha * scale, d_sigma * scale
-        return broadcast(d_alpha, x) * x0 + broadcast(d_sigma, x) * eps
+        steepest = torch.maximum(d_alpha.abs(), d_sigma.abs()).clamp_min(1)
+        scale = torch.where(t > guard.damping_start, 1 / steepest, torch.ones_like(steepest))
+        return broadcast(d_alpha * scale, x) * x0 + broadcast(d_sigma * scale, x) * eps
 
 
 def _time_for(x: Tensor, t: Tensor) -> Tensor:

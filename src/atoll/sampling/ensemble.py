@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance, guided
+from atoll.diffusion.guidance import guided
 from atoll.diffusion.schedules import broadcast
 from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
@@ -137,7 +137,7 @@ class Mixture:
     ensemble: Ensemble
     prompts: Prompts | None = None
     routing: Routing = Routing()  # noqa: RUF009
-    guidance: Guidance = Guidance()  # noqa: RUF009
+    guidance: float = 1.0
     labels: Tensor | None = None
     generators: Sequence[torch.Generator] | None = None
     trace: Trace | None = None
@@ -146,7 +146,7 @@ class Mixture:
         ensemble, prompts = self.ensemble, self.prompts
         readers = [expert for expert in ensemble.cache.experts if expert is not None and expert.text_dim is not None]
         assert prompts is not None or not readers, "the experts read a text: give prompts, and for none the empty one"
-        assert self.guidance.scale == 1 or not readers or (prompts is not None and prompts.negative is not None)
+        assert self.guidance == 1 or not readers or (prompts is not None and prompts.negative is not None)
         self.present = ensemble.present[None].clone()  # [1 or B, K]: what fails on a sample is taken out of its run
         self._alone = int(ensemble.present.sum()) == 1
         if ensemble.router is None and not self._alone and self.routing.name not in NEED_NO_ROUTER:
@@ -321,7 +321,7 @@ def generate(
     times: Tensor | None = None,
     solver: str = "euler",
     routing: Routing = Routing(),  # noqa: B008
-    guidance: Guidance = Guidance(),  # noqa: B008
+    guidance: float = 1.0,
     labels: Tensor | None = None,
     on_step: OnStep | None = None,
     trace: Trace | None = None,

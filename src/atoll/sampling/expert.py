@@ -99,9 +99,7 @@ class FolderExpert(VelocityExpert):
         conversion: Conversion | str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        check: Callable[[], None] | None = None,
     ) -> None:
-        """`check` is called before the weights are first read, to refuse them."""
         self.path = folder_of(folder, None, (CONFIG, WEIGHTS, CALIBRATION))
         about = read_json(self.path / CONFIG, f"an expert is a folder with {CONFIG} and {WEIGHTS}")
         architecture = about.get("architecture")
@@ -114,15 +112,12 @@ class FolderExpert(VelocityExpert):
         self.is_flow = objective.prediction is Prediction.VELOCITY
         self.conversion, self.dtype, self.device = conversion, dtype, torch.device(device)
         self.resident = False
-        self._check = check
 
     def load(self) -> None:
         if self.resident:
             return
         path = self.path / WEIGHTS
         if not hasattr(self, "network"):
-            if self._check is not None:
-                self._check()
             expert = Expert.load(self.path, dtype=self.dtype)
             self.network = expert.network.to(self.device)
             self.transfer, self.prior = _transfer_of(expert, self.conversion)

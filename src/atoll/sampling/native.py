@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atoll.diffusion.guidance import Guidance, guided
+from atoll.diffusion.guidance import guided
 from atoll.diffusion.prediction import Estimate, estimate
 from atoll.diffusion.solvers import ddim
 from atoll.errors import unknown
@@ -20,7 +20,7 @@ SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
 
 @torch.no_grad()
 def generate_native(
-    expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: Guidance
+    expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: float
 ) -> Tensor:
     """Latents [B, C, S, S], one a seed, by ancestral DDPM sampling or DDIM, guided in what the network predicts."""
     if sampler not in SAMPLERS:

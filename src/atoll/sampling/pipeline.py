@@ -8,7 +8,6 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,19 +18,18 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from atoll.cards import CONFIG, INDEX, CodecCard, ModelIndex, RouterCard, TextEncoderCard, require_fit, require_same
-from atoll.diffusion.guidance import Guidance
+from atoll.cards import INDEX, ModelIndex, RouterCard, require_fit, require_same
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.encoders.codecs import FOLDER as CODEC
 from atoll.encoders.codecs import load_codec, pictures_of
 from atoll.encoders.pretrained import dtype_name
 from atoll.encoders.text import FOLDER as TEXT
-from atoll.encoders.text import TOKENIZER, TextEncoder, load_text_encoder
+from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
 from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.router import Router
-from atoll.networks.stored import DTYPES, WEIGHTS
+from atoll.networks.stored import DTYPES
 from atoll.plots.canvas import save_picture
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling.assemble import copy_model, find_model, load_router, push_model
@@ -41,7 +39,6 @@ from atoll.sampling.model_card import SAMPLES
 from atoll.sampling.routing import POLICIES, get_routing
 from atoll.sampling.settings import GUIDANCE, Sampling
 from atoll.sampling.trace import ImageTrace, Preview
-from atoll.tensors import TensorFile
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 
@@ -86,17 +83,13 @@ class AtollPipeline:
         """
         self.folder = folder = find_model(folder, revision)
         self.index = index = ModelIndex.read(folder)
-        if verify:
-            index.verify(folder)
+        index.verify(folder, again=verify)
         self.max_resident = max_resident
         self.conversion = None if conversion is None else Conversion(conversion)
-        index.check_files(folder, CODEC, TEXT, TOKENIZER)
         self.codec = load_codec(folder)
         self.text_encoder = load_text_encoder(folder)
-        codec = CodecCard.parse(self.codec.describe(), str(folder / CODEC))
-        text = TextEncoderCard.parse(self.text_encoder.describe(), str(folder / TEXT))
-        require_same(codec, index.latent_space.codec, "codec", folder / CODEC, INDEX)
-        require_same(text, index.text_encoder, "text encoder", folder / TEXT, INDEX)
+        require_same(self.codec.describe(), index.latent_space.codec, "codec", folder / CODEC, INDEX)
+        require_same(self.text_encoder.describe(), index.text_encoder, "text encoder", folder / TEXT, INDEX)
         self.router = None if index.router is None else self._open_router(index.router.folder)
         self.device, self.dtype = get_device(device), None if dtype is None else get_dtype(dtype)
         self._open_ensemble()
@@ -163,7 +156,6 @@ class AtollPipeline:
 
     def _open_router(self, name: str) -> Router | CentroidRouter:
         path = self.folder / name
-        self.index.check_files(self.folder, name)
         router = load_router(path)
         require_fit(path, RouterCard.read(path), self.index.latent_space, self.index.text_encoder, INDEX)
         return router.float()
@@ -187,18 +179,15 @@ class AtollPipeline:
             )
 
     def _open_expert(self, path: Path, cluster: int | None) -> FolderExpert | None:
-        """Returns an expert, checked as far as can be without reading its weights; None if its folder is not there."""
+        """Returns an expert without reading its weights; None if its folder is not there."""
         if not path.exists():
             return None
-        self.index.check_files(self.folder, f"{path.name}/{CONFIG}")
-        check = partial(self.index.check_files, self.folder, path.name)
-        expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device, check=check)
+        expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device)
         require_fit(path, expert.card, self.index.latent_space, self.index.text_encoder, INDEX)
         if expert.card.cluster != cluster:
             raise InputError(
                 f"{path} is the expert of cluster {expert.card.cluster}, not of {cluster}: assemble the model again"
             )
-        TensorFile(path / WEIGHTS, "copy the expert again from its source", self.folder).close()
         return expert
 
     # --- sampling -------------------------------------------------------------------------------------------------
@@ -240,7 +229,7 @@ class AtollPipeline:
             raise unknown("routing", "oracle", [name for name in POLICIES if name != "oracle"])
         get_solver(solver)
         times = uniform_times(operator.index(num_inference_steps))
-        guidance = Guidance(self.guidance if guidance_scale is None else float(guidance_scale))
+        guidance = self.guidance if guidance_scale is None else float(guidance_scale)
         prompts, negatives = _paired(prompt, negative_prompt, num_images_per_prompt)
         seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
         warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
@@ -270,7 +259,7 @@ class AtollPipeline:
         num = len(traces)
         settings: dict[str, Any] = {
             "steps": num_steps,
-            "guidance": guidance.scale,
+            "guidance": guidance,
             "solver": solver,
             "routing": str(policy),
             "route_every": policy.every,
@@ -407,12 +396,9 @@ def _seeds_of(
     if seed is not None and generator is not None:
         raise InputError("seeds are given or drawn from a generator, but not both: leave one of them out")
     if seed is None:
-        generators = [generator] * num if isinstance(generator, torch.Generator | None) else list(generator)
-        devices = ["cpu" if g is None else g.device for g in generators]
-        seeds = [
-            int(torch.randint(2**63 - 1, (), generator=g, device=device))
-            for g, device in zip(generators, devices, strict=True)
-        ]
+        generators = [generator] * num if isinstance(generator, torch.Generator | None) else generator
+        draws = [torch.randint(2**63 - 1, (), generator=g, device=g.device if g else "cpu") for g in generators]
+        seeds = [int(draw) for draw in draws]
     else:
         given: Any = seed if np.ndim(seed) else [seed] * (num // num_each)
         seeds = [operator.index(one) for one in given]
