@@ -5,19 +5,19 @@ import inspect
 import json
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atoll.cli.main import VERBS, main
 from atoll.errors import InputError
-from atoll.experiments.reproduce import Recipe, reproduce
-from atoll.experiments.studies import COUNTS, all_studies, get_studies, parts_of
+from atoll.experiments.graph import parts_of
+from atoll.experiments.reproduce import reproduce
+from atoll.experiments.studies import COUNTS, Lab, Recipe, get_studies, studies_of
 from atoll.experiments.tables import render_results
-from atoll.sampling.settings import Sampling
 
 PAPER = "reproduce_paper"
-NAMES = tuple(all_studies(4, Sampling()))
 RECIPE = """
 batch = 16
 lr = 1e-3
@@ -48,45 +48,55 @@ def recipe(tmp_path):
     return path
 
 
+def lab_of(recipe, num, seed=0):
+    found = Recipe.read(recipe)
+    return Lab(Path(), replace(found, plan=replace(found.plan, num_experts=num)), seed)
+
+
+NAMES = tuple(studies_of(lab_of("reproduce", 4)))
+
+
+def parts_in(names, lab):
+    return parts_of([row.model for study in get_studies(names, lab).values() for row in study.rows])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_has_the_same_budget(name, recipe):
     """However many experts, one step of all of them has as many images as one of the monolith."""
-    found = Recipe.read(recipe)
-    for row in all_studies(4, Sampling())[name].rows:
-        settings = [found.settings_of(part, seed=7) for part in row.model.experts]
+    for row in get_studies([name], lab_of(recipe, 4, seed=7))[name].rows:
+        experts = [part for part in row.model.parts if "router" not in part.folder.name]
+        settings = [part.settings for part in experts]
         assert all(one.steps == 4 and one.seed == 7 for one in settings)
-        if len({part.cluster for part in row.model.experts}) == len(row.model.experts) and row.model.router:
+        has_router = len(experts) < len(row.model.parts)
+        if len({part.cluster for part in experts}) == len(experts) and has_router:
             assert sum(one.batch for one in settings) == 16
-        assert (row.model.router is None) == (len(row.model.experts) == 1 or name == "table3")
+        assert has_router == (len(experts) > 1 and name != "table3")
         if name in ("table3", "init"):  # experts of one cluster, each with its share
             assert {one.batch for one in settings} == {4}
 
 
-def test_parts_are_shared():
-    parts = parts_of(get_studies(("table1", "table4", "router", "table3"), 4, Sampling()).values())
-    assert len(parts) == len(set(parts))
+def test_parts_are_shared(recipe):
+    parts = parts_in(("table1", "table4", "router", "table3"), lab_of(recipe, 4))
     # monolith, 4 FM, 2 DDPM, an FM expert on the cosine schedule, two routers
-    assert len(parts) == 10
+    assert len({part.folder for part in parts}) == len(parts) == 10
 
 
 def test_kinds_become_settings(recipe):
-    found = Recipe.read(recipe)
-    studies = all_studies(2, Sampling())
-    by_kind = {part.kind: found.settings_of(part, 0) for part in parts_of([studies["table3"]])}
-    assert (by_kind["ddpm"].objective, by_kind["ddpm"].weighting) == ("ddpm", "min-snr")
-    assert (by_kind["fm-cosine"].objective, by_kind["fm-cosine"].schedule) == ("fm", "cosine")
-    assert by_kind["fm"].schedule is None
-    assert by_kind["fm"].weighting is None
-    routers = {part.kind: found.settings_of(part, 0) for part in parts_of([studies["router"]])}
-    assert routers["router"].text
-    assert not routers["blind-router"].text
+    lab = lab_of(recipe, 2)
+    ddpm, cosine, fm = (lab.part(kind, 2, 0).settings for kind in ("ddpm", "fm-cosine", "fm"))
+    assert (ddpm.objective, ddpm.weighting) == ("ddpm", "min-snr")
+    assert (cosine.objective, cosine.schedule) == ("fm", "cosine")
+    assert fm.schedule is None
+    assert fm.weighting is None
+    assert lab.part("router", 2).settings.text
+    assert not lab.part("blind-router", 2).settings.text
 
 
 def test_what_is_wrong_with_a_recipe(recipe, tmp_path):
     with pytest.raises(InputError, match="comparison 'table9'"):
-        get_studies(["table9"], 4, Sampling())
+        get_studies(["table9"], lab_of(recipe, 4))
     with pytest.raises(InputError, match="a batch of 16 cannot be shared by 3 experts"):
-        Recipe.read(recipe).settings_of(parts_of([all_studies(3, Sampling())["table1"]])[1], 0)
+        get_studies(["table1"], lab_of(recipe, 3))
     assert max(COUNTS) <= 16
     recipe.write_text(RECIPE.replace("varied", "vary"))
     with pytest.raises(InputError, match="vary"):
@@ -126,16 +136,15 @@ def test_the_tables():
     assert "**" not in render_results(json.loads(json.dumps(results).replace("4.3", "4.8")))
 
 
-def test_first_weights():
+def test_first_weights(recipe):
     """The expert whose weights are another's first ones is trained before it."""
-    study = all_studies(4, Sampling())["init"]
-    parts = parts_of([study])
-    (begun,) = study.rows[1].model.experts
-    assert (begun.kind, begun.cluster) == ("fm", 0)
-    assert begun.first is not None
-    assert (begun.first.kind, begun.first.cluster) == ("ddpm", 1)
-    assert parts.index(begun.first) < parts.index(begun)
-    assert len({part.name for part in parts}) == 3
+    parts = parts_in(["init"], lab_of(recipe, 4))
+    names = [part.folder.name for part in parts]
+    assert set(names) == {"kmeans_4_ddpm_1", "kmeans_4_fm_0", "kmeans_4_fm_0_from_ddpm_1"}
+    converted = parts[names.index("kmeans_4_fm_0_from_ddpm_1")]
+    assert converted.init == parts[names.index("kmeans_4_ddpm_1")]
+    assert converted.verb[-2:] == ["--init", "seed_0/parts/kmeans_4_ddpm_1"]
+    assert parts.index(converted.init) < parts.index(converted)
 
 
 class TestPaperScale:
@@ -194,7 +203,7 @@ def _listen(command, verb, found):
         ("features = [1]", "features must be a list of names"),
         ('features = ["simpel"]', "unknown features 'simpel'"),
         ('split = "heldout"', "unknown split 'heldout'"),
-        ("reference = 1", "num_reference must be at least 2"),
+        ("reference = 1", "num_reference must be"),
         ("guidance = nan", "the guidance scale must be a finite number"),
         ('ddpm_weighting = "foo"', "unknown weighting 'foo'"),
         ("num_experts = 3", "a batch of 16 cannot be shared by 3 experts"),

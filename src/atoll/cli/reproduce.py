@@ -40,8 +40,8 @@ def reproduce(
     from dataclasses import replace
 
     from atoll.errors import InputError
-    from atoll.experiments.reproduce import Recipe
     from atoll.experiments.reproduce import reproduce as repeat
+    from atoll.experiments.studies import Recipe
 
     if not what:
         raise InputError("there is nothing to reproduce: name a comparison, such as table1")

@@ -5,12 +5,13 @@ Nothing is run. Memory is predicted as `atoll train --dry-run` does; FLOPs are c
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from atoll.experiments.flops import counting
-from atoll.experiments.reproduce import Recipe
-from atoll.experiments.studies import Part, get_studies, parts_of
+from atoll.experiments.graph import PartNode, parts_of
+from atoll.experiments.studies import Lab, Recipe, get_studies
 from atoll.networks.dit import DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import RouterConfig
@@ -25,49 +26,47 @@ A100_DAY = 312e12 * 0.4 * 86_400  # FLOPs: dense bf16, of which training gets 40
 
 def describe_plan(names: Sequence[str], recipe: Recipe) -> list[str]:
     """Returns the lines to print."""
-    plan, total = recipe.plan, 0.0
-    studies = get_studies(names, plan.num_experts, plan.sampling)
+    studies, total = get_studies(names, Lab(Path(), recipe)), 0.0
+    models = dict.fromkeys(row.model for study in studies.values() for row in study.rows)
     lines = [f"{'part':34}{'batch':>7}{'steps':>9}{'parameters':>12}{'GPU memory':>12}{'FLOPs':>10}{'A100 days':>11}"]
-    for part in parts_of(studies.values()):
-        settings = recipe.settings_of(part, 0)
-        text_length = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])[1]
-        config = _config_of(part, recipe, settings)
-        parameters, memory, flops = _count(config, micro_batch_of(settings), settings.checkpointing, text_length)
+    for part in parts_of(models):
+        settings = part.settings
+        parameters, memory, flops = _count(*_network_of(part, recipe), micro_batch_of(settings), settings.checkpointing)
         flops *= settings.batch * settings.steps
-        total += plan.seeds * flops
+        total += recipe.plan.seeds * flops
         lines.append(
-            f"{part.name:34}{settings.batch:>7}{settings.steps:>9}{parameters / 1e6:>11.1f}M{in_words(memory):>12}"
-            f"{flops:>10.2g}{flops / A100_DAY:>11.1f}"
+            f"{part.folder.name:34}{settings.batch:>7}{settings.steps:>9}{parameters / 1e6:>11.1f}M"
+            f"{in_words(memory):>12}{flops:>10.2g}{flops / A100_DAY:>11.1f}"
         )
     lines += [
-        f"in all, {plan.seeds} of each: {total:.2g} FLOPs, {total / A100_DAY:,.1f} days of an A100 at 40% of its bf16 "
-        f"FLOPS; memory is for micro-batches of at most {micro_batch_of(recipe.expert)}, bf16",
+        f"in all, {recipe.plan.seeds} of each: {total:.2g} FLOPs, {total / A100_DAY:,.1f} days of an A100 at 40% of "
+        f"its bf16 FLOPS; memory is for micro-batches of at most {micro_batch_of(recipe.expert)}, bf16",
+        "",
     ]
-    for model in dict.fromkeys(row.model for study in studies.values() for row in study.rows):
-        router = f" and {model.router.name}" if model.router else ""
-        lines += ["", f"model {model.name}: {', '.join(part.name for part in model.experts)}{router}"]
+    lines += [f"model {model.folder.name}: {', '.join(part.folder.name for part in model.parts)}" for model in models]
     for name, study in studies.items():
         lines += ["", f"{name}: {study.title}"]
         for row in study.rows:
-            how = row.sampling
-            conversion = f", {how.conversion}" if how.conversion else ""
-            lines.append(f"  {row.label}: {row.model.name}, {how.routing}, {how.solver}, {how.steps} steps{conversion}")
+            how, conversion = row.sampling, f", {row.sampling.conversion}" if row.sampling.conversion else ""
+            model = row.model.folder.name
+            lines.append(f"  {row.label}: {model}, {how.routing}, {how.solver}, {how.steps} steps{conversion}")
     return lines
 
 
-def _config_of(part: Part, recipe: Recipe, settings: Settings) -> DiTConfig | RouterConfig:
+def _network_of(part: PartNode, recipe: Recipe) -> tuple[DiTConfig | RouterConfig, int]:
+    """Returns the network of a part, and how long its texts are."""
     channels, factor = LATENTS.get(recipe.data.codec.partition(":")[0], LATENTS["vae"])
-    text_dim, _ = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])
+    text_dim, text_length = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])
     shape = {"input_size": recipe.data.size // factor, "in_channels": channels}
-    if isinstance(settings, RouterSettings):
-        reads = text_dim if settings.text else None
-        return RouterConfig(**preset(settings.model, **shape, text_dim=reads), num_experts=part.clusters.num)
-    return DiTConfig(**preset(settings.model, **shape, text_dim=text_dim))
+    if not isinstance(part.settings, RouterSettings):
+        return DiTConfig(**preset(part.settings.model, **shape, text_dim=text_dim)), text_length
+    num_experts, reads = int(part.data.name.split("_")[1]), text_dim if part.settings.text else None
+    return RouterConfig(**preset(part.settings.model, **shape, text_dim=reads), num_experts=num_experts), text_length
 
 
 @cache
 def _count(
-    config: DiTConfig | RouterConfig, micro_batch: int, checkpointing: bool, text_length: int
+    config: DiTConfig | RouterConfig, text_length: int, micro_batch: int, checkpointing: bool
 ) -> tuple[int, int, float]:
     """Returns the parameters, the bytes on a GPU, and the FLOPs of one sample's loss and gradient."""
     settings = Settings(batch=micro_batch, checkpointing=checkpointing)

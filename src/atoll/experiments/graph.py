@@ -4,7 +4,7 @@ A node is a folder that is made once, so rerunning the command resumes.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,13 +69,17 @@ def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+def parts_of(models: Iterable[ModelNode]) -> list[PartNode]:
+    """Returns all parts, each once, also those whose weights others start from."""
+    parts = [part for model in models for part in model.parts]
+    return list(dict.fromkeys([*(part.init for part in parts if part.init), *parts]))
+
+
 def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> None:
     """Trains all parts that are not complete, those that start from another's weights after the others."""
-    parts = {part for model in models for part in model.parts}
-    parts |= {part.init for part in parts if part.init}
     # The longest first, so that no core idles long at the end.
     ordered = sorted(
-        parts, key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch, p.name)
+        parts_of(models), key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch)
     )
     for later in (False, True):
         jobs = [job_of(p.name, p.verb, p.folder, p.settings) for p in ordered if (p.init is not None) == later]
