@@ -676,7 +676,7 @@ class TestBadData:
         broken = copy_of(data, tmp_path / "d")
         for path in (broken / "clusters" / "01").glob("*.safetensors"):
             path.unlink()
-        with pytest.raises(InputError, match=r"cluster 1 of .* has no images: there is nothing to train on"):
+        with pytest.raises(InputError, match=r"cluster 1 of .* has no images to train on"):
             train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
 
     @pytest.mark.parametrize(("column", "value"), [("latents", np.nan), ("latents", 60000), ("tokens", -5)])

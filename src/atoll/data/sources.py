@@ -112,14 +112,14 @@ class Source:
             yield from map(self._captioned, _folder_items(resolved(place)))
         else:
             list_items = _tar_items if self.kind == "tar" else _table_items
-            paths = [resolved(place)]  # the user's own link may lead anywhere
+            root, paths = resolved(place).parent, [resolved(place)]  # the user's own link may lead anywhere
             if place.is_dir():
-                suffixes, found = ([".tar"], place.glob("*")) if self.kind == "tar" else (TABLES, place.rglob("*"))
-                paths = sorted(path for path in found if path.suffix in suffixes)
+                found = place.glob("*.tar") if self.kind == "tar" else place.rglob("*")
+                root, paths = place, sorted(path for path in found if path.suffix in (".tar", *TABLES))
             for path in paths:
                 name = path.relative_to(place).as_posix() if place.is_dir() else place.name
                 try:
-                    yield from map(self._captioned, list_items(real_path(path, path.parent), name))
+                    yield from map(self._captioned, list_items(real_path(path, root), name))
                 except OSError as error:
                     yield Item(name, (), fault=f"cannot be read ({reason_of(error)})")
 
@@ -431,6 +431,7 @@ def _table_items(path: Path, name: str) -> Iterator[Item]:
 def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
     """Yields (row group, number within it, record batch), from a group on; an Arrow file is one group."""
     pa = _pyarrow()
+    damaged = (pa.ArrowException, OSError, ValueError, IndexError, KeyError)
     try:
         with open_regular(path) as raw:
             if path.suffix == ".parquet":
@@ -447,7 +448,7 @@ def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0)
                 reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(_Bounded(raw, MAX_TABLE_READ))
                 batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
                 yield from ((0, i, batch) for i, batch in enumerate(batches))
-    except (pa.ArrowException, OSError, ValueError, IndexError, KeyError) as error:
+    except damaged as error:
         raise OSError(f"cannot be read as Parquet or Arrow: {reason_of(error)}") from error
 
 

@@ -1,7 +1,6 @@
 """The rows of a data set that one run trains on and is judged by."""
 
 import hashlib
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,10 @@ class DatasetView:
     def __init__(self, data: Dataset) -> None:
         self.data = data
         name = f"{data.folder}" if data.cluster is None else f"cluster {data.cluster} of {data.folder}"
-        if len(data) == 0:
-            raise InputError(f"{name} has no images: there is nothing to train on")
-        split = data.column("split")[:]
+        split = data.column("split")[:] if len(data) else np.empty(0)
         self.train, self.held_out = np.flatnonzero(split == TRAIN), np.flatnonzero(split == HELD_OUT)
         if len(self.train) == 0:
-            raise InputError(f"{name} has no images to train on, only {len(self.held_out)} held out: prepare more")
+            raise InputError(f"{name} has no images to train on ({len(self.held_out)} are held out): prepare more")
         self.name = name
         channels, side, _ = data.card.latent_shape
         self.shape = (channels, side, side)
@@ -43,9 +40,13 @@ class DatasetView:
             if (actual := column[:1].shape[1:]) != shape:
                 raise InputError(f"{column.name} of {name} are {list(actual)}, but its dataset.json says {list(shape)}")
 
-    def judged_by(self, most: int) -> NDArray[np.int64]:
+    def evaluation_rows(self, most: int) -> NDArray[np.int64]:
         """Returns up to `most` held-out rows, or rows of training where none were held out."""
         return _some_of(self.held_out if len(self.held_out) else self.train, most)
+
+    def training_rows(self, most: int) -> NDArray[np.int64]:
+        """Returns up to `most` rows to train on."""
+        return _some_of(self.train, most)
 
     def latents(self, rows: NDArray[np.int64]) -> Tensor:
         """Returns float32 [n, C, S, S]."""
@@ -74,8 +75,9 @@ class DatasetView:
             with torch.autocast(ids.device.type, enabled=False):
                 return text.encode(ids)
         except InputError as error:
-            span = f"rows {rows.min()} to {rows.max()}"
-            raise InputError(f"a caption among {span} of {self.name} is damaged: {error}") from error
+            raise InputError(
+                f"a caption among rows {rows.min()} to {rows.max()} of {self.name} is damaged: {error}"
+            ) from error
 
     @cached_property
     def fingerprint(self) -> str:
@@ -87,12 +89,12 @@ class DatasetView:
                 digest.update(np.ascontiguousarray(column[first : first + 65536]).tobytes())
         return digest.hexdigest()
 
-    @cached_property
+    @property
     def mean(self) -> Tensor:
         """Returns the mean latent of what is trained on, in float64."""
         return self._moments[0]
 
-    @cached_property
+    @property
     def variance(self) -> float:
         """Returns the variance about that mean, averaged over the numbers of a latent."""
         return self._moments[1]
@@ -100,17 +102,13 @@ class DatasetView:
     @cached_property
     def _moments(self) -> tuple[Tensor, float]:
         total, square = torch.zeros(self.shape, dtype=torch.float64), 0.0
-        chosen = self.some(MOST_FOR_MOMENTS)
-        for first in range(0, len(chosen), AT_A_TIME):
-            part = self.latents(chosen[first : first + AT_A_TIME]).double()
+        rows = self.training_rows(MOST_FOR_MOMENTS)
+        for first in range(0, len(rows), AT_A_TIME):
+            part = self.latents(rows[first : first + AT_A_TIME]).double()
             total += part.sum(0)
             square += float((part**2).sum())
-        mean = total / len(chosen)
-        return mean, square / len(chosen) / mean.numel() - float((mean**2).mean())
-
-    def some(self, most: int) -> NDArray[np.int64]:
-        """Returns up to `most` rows to train on."""
-        return _some_of(self.train, most)
+        mean = total / len(rows)
+        return mean, square / len(rows) / mean.numel() - float((mean**2).mean())
 
     def identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be resumed."""
@@ -129,9 +127,6 @@ class DatasetView:
         """Returns what an expert's card says of its data."""
         own = {key: value for key, value in self.identity().items() if key not in ("codec", "text")}
         return {**own, "variance": self.variance, "license": self.data.card.license}
-
-    def latent_space(self) -> Mapping[str, Any]:
-        return self.data.card.latent_space.values()
 
 
 def _some_of(pool: NDArray[np.int64], most: int) -> NDArray[np.int64]:
@@ -158,10 +153,10 @@ def decode_rows(
 ) -> NDArray[np.uint8]:
     """Returns the images of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
     codec = codec or load_codec(data.folder)
-    device = device_of(codec)
     parts = []
     for some in np.array_split(rows, max(1, len(rows) // 32)):
-        images = codec.decode(torch.from_numpy(data.column("latents")[some]).float().to(device)).clamp(-1, 1)
+        latents = torch.from_numpy(data.column("latents")[some]).float()
+        images = codec.decode(latents.to(device_of(codec))).clamp(-1, 1)
         if images.shape[2] > side:
             images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear", antialias=True)
         parts.append(pictures_of(images))

@@ -1,7 +1,7 @@
 """Training an expert on its cluster, or the monolith on all of the data."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,11 @@ from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.storage import resolved
-from atoll.training.batches import seeded
 from atoll.training.dry_run import preview
 from atoll.training.held_out import Evaluated, evaluate_expert, measure_prior
 from atoll.training.loop import train
 from atoll.training.settings import DistillSettings, ExpertSettings
-from atoll.training.task import CaptionedTask, Tensors, bytes_of
+from atoll.training.task import CaptionedTask, Tensors, bytes_of, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 512, 2048  # held-out rows
 IN_A_GRID = 12
@@ -54,7 +53,7 @@ class ExpertTask(CaptionedTask):
         self.license = data.card.license
         self.network = self._make_network(init)
         self.evaluated: Evaluated | None = None
-        self.view.latents(self.view.judged_by(EVALUATED))  # what is damaged or missing shows now, not hours later
+        self.view.latents(self.view.evaluation_rows(EVALUATED))  # what is damaged or missing shows now, not hours later
         self.codec: Codec | None = None
         if settings.sample_every:
             self.codec = load_codec(data.folder)
@@ -104,9 +103,6 @@ class ExpertTask(CaptionedTask):
     def describe(self) -> dict[str, Any]:
         return {"data": self.view.identity(), "init": self.init}
 
-    def sample_times(self, num: int, generator: torch.Generator) -> Tensor:
-        return self.objective.sample_times(num, generator)
-
     def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
         (indices, x0, ids), (t, eps, dropped) = batch, drawn
         tokens, mask = self.encode(ids, dropped, indices)
@@ -131,7 +127,7 @@ class ExpertTask(CaptionedTask):
         codec = self.codec
         if codec is None:
             return None
-        rows = self.view.judged_by(IN_A_GRID if is_quick(codec) else 4)
+        rows = self.view.evaluation_rows(IN_A_GRID if is_quick(codec) else 4)
         tokens, mask = self.text.encode(self.view.tokens(rows).to(self.device))
         null = self.text.encode(self.null_ids.to(self.device))
         ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])
@@ -147,7 +143,7 @@ class ExpertTask(CaptionedTask):
         return Expert(
             network=self.network,
             objective=self.objective,
-            latent_space=self.view.latent_space(),
+            latent_space=self.view.data.card.latent_space.values(),
             text_encoder=self.view.data.card.text.values(),
             data=self.view.describe(),
             training=training,
@@ -181,10 +177,6 @@ def train_expert(
     dry_run: bool = False,
 ) -> Sequence[str]:
     """Trains the expert of one cluster, or with None the monolith; the folder `out` is the expert in the end."""
-    dataset = Dataset.open(data, cluster)
     refuse_inside(out, data)
-
-    def make(device: torch.device) -> ExpertTask:
-        return ExpertTask(dataset, settings, device, init)
-
+    make = partial(ExpertTask, Dataset.open(data, cluster), settings, init=init)
     return preview(make, settings) if dry_run else train(make, settings, out, progress)

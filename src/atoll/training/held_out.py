@@ -39,7 +39,7 @@ def held_out_batches(
     sort_by: Tensor | None = None,
 ) -> Iterator[HeldOutBatch]:
     """Yields `num` held-out rows, some of them again if there are fewer, at times spread evenly over [0, 1]."""
-    rows = np.resize(view.judged_by(num), num)
+    rows = np.resize(view.evaluation_rows(num), num)
     if sort_by is not None:
         rows = rows[np.argsort(sort_by[rows].numpy(), kind="stable")]
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def _denoise(
 
 def measure_prior(view: DatasetView, text: TextEncoder, device: torch.device) -> TextPrior:
     """Fits what the captions of a cluster alone say of its images."""
-    chosen = view.some(MOST_FOR_PRIOR)
+    chosen = view.training_rows(MOST_FOR_PRIOR)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(0, len(chosen), AT_A_TIME):

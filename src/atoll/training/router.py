@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atoll.cards import PartitionCard
+from atoll.cards import CONFIG, PartitionCard
 from atoll.data.shards import Dataset
 from atoll.data.view import AT_A_TIME, DatasetView, refuse_inside
 from atoll.encoders.text import TextEncoder
@@ -21,14 +22,13 @@ from atoll.networks.centroid_router import CentroidRouter, mean_token
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
 from atoll.storage import read_json
-from atoll.training.batches import seeded
 from atoll.training.checkpoint import check_folder
 from atoll.training.distributed import Distributed
 from atoll.training.dry_run import preview
 from atoll.training.held_out import held_out_batches
 from atoll.training.loop import train
 from atoll.training.settings import RouterSettings
-from atoll.training.task import CaptionedTask, Tensors, on_linear_path
+from atoll.training.task import CaptionedTask, Tensors, on_linear_path, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 1024, 4096  # held-out rows
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is reported
@@ -44,7 +44,7 @@ class RouterTask(CaptionedTask):
         super().__init__(data, settings, device)
         self.seen_text = self.text if settings.text else None
         self.labels = torch.from_numpy(data.clusters())
-        self.num_experts = num_clusters_of(data)
+        self.num_experts = PartitionCard.read(data.folder / "clusters").num_clusters
         channels, size, _ = self.view.shape
         width = self.text.dim if settings.text else None
         sizes = preset(settings.model, input_size=size, in_channels=channels, text_dim=width)
@@ -132,24 +132,22 @@ def accuracy_by_level(answers: Answers) -> list[float | None]:
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Returns the temperature whose softmax gives the labels the most likelihood: a convex search along 1 / T."""
+    """Returns the temperature whose softmax gives the labels the most likelihood: a golden section along log 1 / T."""
 
-    def loss(inverse: float) -> float:
-        return float(F.cross_entropy(logits * inverse, labels))
+    @cache
+    def loss(log_inverse: float) -> float:
+        return float(F.cross_entropy(logits * math.exp(log_inverse), labels))
 
     low, high = math.log(0.05), math.log(20)  # where answers are all right, or all wrong, there is no best one
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
-    at_left, at_right = loss(math.exp(left)), loss(math.exp(right))
     for _ in range(60):
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
+        if loss(left) < loss(right):
+            high, right = right, left
             left = high - golden * (high - low)
-            at_left = loss(math.exp(left))
         else:
-            low, left, at_left = left, right, at_right
+            low, left = left, right
             right = low + golden * (high - low)
-            at_right = loss(math.exp(right))
     return math.exp(-(low + high) / 2)
 
 
@@ -203,7 +201,7 @@ def centroid_routers(
     view: DatasetView, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
 ) -> list[CentroidRouter]:
     """Fits a router per image scale to means and variances of each cluster's latents and texts, in one pass."""
-    chosen = view.some(MOST_FOR_CENTROIDS)
+    chosen = view.training_rows(MOST_FOR_CENTROIDS)
     sizes = torch.bincount(labels[view.train], minlength=num).double().clamp_min(1)  # none is impossible
     counts = torch.bincount(labels[chosen], minlength=num).double()
     total, square = torch.zeros(num, *view.shape, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
@@ -234,28 +232,18 @@ def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Seq
     refuse_inside(out, data)
     task = RouterTask(Dataset.open(data), settings, settings.torch_device)
     with Distributed(settings).locked(out):
-        check_folder(out, is_run="config.json")
-        if (out / "config.json").exists():
-            model = read_json(out / "config.json", "choose another --out").get("model")
-            if model != CentroidRouter.__name__:
-                raise InputError(f"{out} holds a {model}: choose another --out")
+        check_folder(out, is_run=CONFIG)
+        if (out / CONFIG).exists() and (model := read_json(out / CONFIG, "").get("model")) != CentroidRouter.__name__:
+            raise InputError(f"{out} holds a {model}: choose another --out")
         router, held_out = task.from_centroids()
         task.write(router, out, held_out, {"method": "centroids"})
     return [f"{out}: made from centroids", *report(held_out, "from centroids")]
-
-
-def num_clusters_of(data: Dataset) -> int:
-    return PartitionCard.read(data.folder / "clusters").num_clusters
 
 
 def train_router(
     data: Path, settings: RouterSettings, out: Path, progress: bool = True, dry_run: bool = False
 ) -> Sequence[str]:
     """Trains the router of a partitioned data set; the folder `out` is the router in the end."""
-    dataset = Dataset.open(data)
     refuse_inside(out, data)
-
-    def make(device: torch.device) -> RouterTask:
-        return RouterTask(dataset, settings, device)
-
+    make = partial(RouterTask, Dataset.open(data), settings)
     return preview(make, settings) if dry_run else train(make, settings, out, progress)
