@@ -160,12 +160,12 @@ def print_tables() -> None:
     cuda: dict[str, Any] = {"text_length": 77, "device_type": "cuda", "bf16": True}
     config = DiTConfig(**preset("xl/2"))
     print("Fixed parts\n")
-    print("| model | parameters | weights | gradients | optimiser | EMA | CUDA itself | together |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | parameters | weights, EMA, moments | gradients | CUDA itself | together |")
+    print("|---|---|---|---|---|---|")
     for name in ("b/2", "l/2", "xl/2"):
         found = predict(DiTConfig(**preset(name)), replace(settings, micro_batch=1), **cuda)
-        parts = (found.weights, found.gradients, found.optimiser, found.ema, found.base)
-        row(name, f"{found.weights / 4e6:.0f}M", *map(in_words, parts), in_words(sum(parts)))
+        parts = (found.weights, found.gradients, found.base)
+        row(name, f"{num_parameters(DiTConfig(**preset(name))) / 1e6:.0f}M", *map(in_words, (*parts, sum(parts))))
 
     print("\nxl/2 by micro-batch\n")
     print("| micro-batch | activations | other | total | activations, checkpointed | other | total |")

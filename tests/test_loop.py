@@ -16,10 +16,10 @@ from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.tensors import TensorFile
 from atoll.training import checkpoint
-from atoll.training.batches import mixed_seed, rows_of_step, seeded
 from atoll.training.loop import train
 from atoll.training.metrics_log import MetricsLog, read_metrics
 from atoll.training.settings import Settings
+from atoll.training.task import mixed_seed, rows_of_step, seeded
 
 TOY = Settings(steps=12, batch=8, log_every=4, save_every=4, eval_every=6, sample_every=0, lr=1e-3)
 

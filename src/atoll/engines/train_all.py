@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atoll.cards import PartitionCard
 from atoll.data.shards import Dataset
 from atoll.data.view import refuse_inside
 from atoll.diffusion.objective import get_objective
@@ -20,7 +21,7 @@ from atoll.training.dry_run import Forecast, forecast_of
 from atoll.training.expert import ExpertTask
 from atoll.training.loop import build_task
 from atoll.training.memory import available, in_words
-from atoll.training.router import RouterTask, num_clusters_of
+from atoll.training.router import RouterTask
 from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags, refuse_another
 from atoll.training.task import CaptionedTask
 
@@ -54,7 +55,7 @@ def train_all(
         if at_a_time < 1:
             raise InputError(f"--at-a-time must be at least 1, but is {at_a_time}")
         slots = [slots[i % len(slots)] for i in range(at_a_time)]
-    num = num_clusters_of(Dataset.open(data, partial=True))
+    num = PartitionCard.read(data / "clusters").num_clusters
     names = parse_objectives(objectives or settings.objective, num)
     inits = [None if name is None else Path(name) for name in parse_by_number(init, num)]
     for folder in inits:

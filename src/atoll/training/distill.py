@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.cards import ExpertCard, ModelIndex, require_same
+from atoll.cards import ExpertCard, ModelIndex, PartCard, require_fit
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
 from atoll.diffusion.schedules import LINEAR
@@ -53,14 +53,13 @@ class Teacher:
     ensemble: Ensemble
     routing: Routing
     guidance: float = 1.0
-    places: Mapping[int, int] | None = None  # of each cluster's expert; None: labels are places
+    places: Mapping[int, int] | None = None  # of each cluster's expert; None: it does not teach by label
     about: Mapping[str, Any] = field(default_factory=dict)  # for the student's card
 
     @classmethod
     def open(cls, folder: Path, index: ModelIndex, settings: DistillSettings, device: torch.device) -> "Teacher":
         """Opens a model folder; experts come into memory when they are first asked."""
         by_label = settings.teacher == "label" and index.num_experts > 1
-        missing = missing_experts(folder, index)
         if not by_label and index.num_experts > 1 and index.router is None:
             raise InputError(f"{folder} has no router: use --teacher label")
         with warnings.catch_warnings():
@@ -75,18 +74,13 @@ class Teacher:
             "hash": index.hash,
             "experts": list(pipe.objectives),
             "license": index.license,
-            "missing": missing,
+            "missing": missing_experts(folder, index),
             "by": settings.teacher,
             "guidance": settings.guidance,
             "learned_guidance": learned.pop(),
         }
         places = places_of(folder, index) if by_label else None
         return cls(pipe.ensemble, ROUTINGS[settings.teacher], settings.guidance, places, about)
-
-    @property
-    def by_label(self) -> bool:
-        """Returns whether it matters in which cluster an image is."""
-        return self.routing.name == "oracle" and self.ensemble.num_experts > 1
 
     @property
     def learned_guidance(self) -> float:
@@ -111,23 +105,21 @@ class Teacher:
         failed = (self.ensemble.present & ~mixture.present).any(0).nonzero().flatten().tolist()
         if failed:
             raise InputError(
-                f"{self.ensemble.names[failed[0]]} of the teacher gives values that are not finite, and nobody can "
-                "learn from it: use smaller guidance, or a teacher without it"
+                f"{self.ensemble.names[failed[0]]} of the teacher gives values that are not finite: use less guidance"
             )
         return u
 
     def resident_bytes(self) -> int:
         """Returns the size of the weights that are in memory at a time, at most."""
-        experts = [expert for expert in self.ensemble.cache.experts if isinstance(expert, FolderExpert)]
+        experts = [expert for expert in self.ensemble.experts if isinstance(expert, FolderExpert)]
         sizes = sorted(((expert.path / WEIGHTS).stat().st_size for expert in experts), reverse=True)
-        return sum(sizes[: self.ensemble.cache.max_resident]) + bytes_of(self.ensemble.router)
+        return sum(sizes[: self.ensemble.max_resident]) + bytes_of(self.ensemble.router)
 
 
 def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
     """Returns those that were never there, and those whose folders are not."""
-    return [
-        f"expert_{k}" for k, part in enumerate(index.experts) if part is None or not (folder / part.folder).exists()
-    ]
+    there = [part is not None and (folder / part.folder).exists() for part in index.experts]
+    return [f"expert_{k}" for k, is_there in enumerate(there) if not is_there]
 
 
 def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
@@ -136,11 +128,9 @@ def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
     for k, part in enumerate(index.experts):
         if part is None or f"expert_{k}" in missing:
             continue
-        cluster = part.cluster
-        if cluster is None or cluster in places:
-            why = "does not say of which cluster it is" if cluster is None else f"is a second one of cluster {cluster}"
-            raise InputError(f"{folder / part.folder} {why}: use --teacher router, which needs no labels")
-        places[cluster] = k
+        if part.cluster is None or part.cluster in places:
+            raise InputError(f"{folder / part.folder} is not the only expert of a known cluster: use --teacher router")
+        places[part.cluster] = k
     return places
 
 
@@ -171,11 +161,9 @@ class DistillTask(ExpertTask):
     def _experts_of_rows(self, allow_missing: bool) -> Tensor:
         """Returns who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
         view, places = self.view, self.teacher.places
-        if not self.teacher.by_label:
+        if places is None:
             return torch.zeros(len(view.data), dtype=torch.long)
         clusters = view.data.clusters()
-        if places is None:
-            places = {k: k for k in range(self.teacher.ensemble.num_experts)}
         experts = np.array([places.get(k, -1) for k in range(int(clusters.max()) + 1)], np.int64)[clusters]
         taught = experts >= 0
         if not taught.all() and not allow_missing:
@@ -273,7 +261,8 @@ def distill(
         raise InputError(f"{out} lies within {model}: choose an --out outside of the teacher")
     folder = find_model(model)
     index, dataset = ModelIndex.read(folder), Dataset.open(data)
-    _check_fit(folder, index, dataset)
+    card = PartCard(latent_space=dataset.card.latent_space, text_encoder=dataset.card.text)
+    require_fit(data, card, index.latent_space, index.text_encoder, folder)
     missing = missing_experts(folder, index)
     if missing and not allow_missing:
         raise InputError(f"{folder} lacks {', '.join(missing)}: assemble it with all experts, or give --allow-missing")
@@ -287,26 +276,14 @@ def distill(
     return preview(make, settings) if dry_run else train(make, settings, out, progress)
 
 
-def _check_fit(folder: Path, index: ModelIndex, data: Dataset) -> None:
-    """Refuses data of other latents or other texts than the teacher's."""
-    ours, theirs = data.card.latent_shape, index.latent_space.shape
-    if ours != theirs:
-        raise InputError(
-            f"{data.folder} has latents {ours}, but {folder} makes {theirs}: prepare the data with its codec and size"
-        )
-    require_same(data.card.codec, index.latent_space.codec, "codec", data.folder, folder)
-    require_same(data.card.text, index.text_encoder, "text encoder", data.folder, folder)
-
-
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
     """Warns where the clusters of the data may be others than those of the experts."""
     clusters = set(data.clusters().tolist())
     for cluster, k in places_of(folder, index).items():
         part = index.experts[k]
-        assert part is not None
-        card = ExpertCard.read(folder / part.folder)
-        known = None if card.data is None else card.data.fingerprint
-        if cluster in clusters and known not in (None, DatasetView(Dataset.open(data.folder, cluster)).fingerprint):
+        known = None if part is None else ExpertCard.read(folder / part.folder).data
+        ours = DatasetView(Dataset.open(data.folder, cluster)).fingerprint if cluster in clusters else None
+        if known is not None and None not in (known.fingerprint, ours) and known.fingerprint != ours:
             warnings.warn(
                 f"expert_{k} of {folder} was trained on other images than cluster {cluster} of {data.folder}: labels "
                 "are right only if `atoll assign` has placed these into the clusters of the experts, so if it has not, "

@@ -20,6 +20,7 @@ class Distributed:
 
     def __init__(self, settings: Settings) -> None:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.is_main = self.rank == 0
         self._accelerator: Any = None
         self.device = settings.torch_device
         if self.size > 1:
@@ -35,10 +36,6 @@ class Distributed:
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def wrap(self, network: nn.Module) -> nn.Module:
         """Returns the network such that backward passes average gradients over processes."""
         return network if self._accelerator is None else self._accelerator.prepare_model(network)
@@ -48,10 +45,7 @@ class Distributed:
         return nullcontext() if unless or self._accelerator is None else self._accelerator.no_sync(network)
 
     def mean(self, values: Tensor) -> Tensor:
-        if self._accelerator is None:
-            return values
-        reduced: Tensor = self._accelerator.reduce(values, "mean")
-        return reduced
+        return values if self._accelerator is None else self._accelerator.reduce(values, "mean")
 
     def any(self, flag: bool) -> bool:
         """Returns whether the flag is set in any process."""
@@ -64,11 +58,7 @@ class Distributed:
     @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
         """Holds the run's folder, which is made if need be and refused while another run lives in it."""
-        if not self.is_main:
-            self.barrier()
-            yield
-            return
         make_folder(folder)
-        with alone(folder):
+        with alone(folder) if self.is_main else nullcontext():
             self.barrier()
             yield

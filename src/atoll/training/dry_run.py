@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from atoll.training.batches import Batches
 from atoll.training.distributed import Distributed
 from atoll.training.loop import Learner, build_task
 from atoll.training.memory import Memory, Storages, available, in_words, largest_micro_batch, measure_base, predict
 from atoll.training.settings import Settings
-from atoll.training.task import CaptionedTask
+from atoll.training.task import Batches, CaptionedTask
 
 PROBED = 4  # steps; the first is left out, for it is slower
 

@@ -22,13 +22,12 @@ from atoll.errors import InputError, printable
 from atoll.plots.canvas import save_picture
 from atoll.processes import stop_signals
 from atoll.training import checkpoint
-from atoll.training.batches import Batches
 from atoll.training.checkpoint import Progress
 from atoll.training.distributed import Distributed
 from atoll.training.memory import Heap
 from atoll.training.metrics_log import MetricsLog
 from atoll.training.settings import Settings
-from atoll.training.task import Task, Tensors
+from atoll.training.task import Batches, Task, Tensors
 
 MAX_BAD_STEPS = 5  # in a row
 T = TypeVar("T", bound=Task)
@@ -220,12 +219,9 @@ class Learner:
         self.names = [name for name, _ in named]
         self.weights: list[Tensor] = [p for _, p in named]
         self.ema = [p.detach().clone() for p in self.weights]
+        betas = (0.9, settings.beta2)
         self.optimizer = torch.optim.AdamW(
-            self.weights,
-            lr=0.0,
-            betas=(0.9, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=device.type in ("cpu", "cuda"),
+            self.weights, lr=0.0, betas=betas, weight_decay=settings.weight_decay, fused=True
         )
         for p in self.weights:
             self.optimizer.state[p] = {
@@ -286,18 +282,17 @@ class Learner:
     @contextmanager
     def using_ema(self) -> Iterator[None]:
         """Puts the EMA weights in place of the others; memory that updates left free is given back first."""
+
+        def swap() -> None:
+            for i, p in enumerate(self.weights):
+                p.data, self.ema[i] = self.ema[i], p.data
+
         self.heap.give_back()
-        self._swap()
+        swap()
         self.network.eval()
-        checkpointing, self.network.gradient_checkpointing = self.network.gradient_checkpointing, False
         try:
-            with torch.no_grad():
+            with torch.no_grad():  # which also switches checkpointing off
                 yield
         finally:
-            self.network.gradient_checkpointing = checkpointing
             self.network.train()
-            self._swap()
-
-    def _swap(self) -> None:
-        for i, p in enumerate(self.weights):
-            p.data, self.ema[i] = self.ema[i], p.data
+            swap()

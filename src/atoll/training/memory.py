@@ -42,10 +42,8 @@ class Memory:
     """Bytes at the peak of a training process, on the device that it trains on."""
 
     base: int  # interpreter, torch and what is loaded
-    weights: int
+    weights: int  # with their EMA, and AdamW's two moments
     gradients: int
-    optimiser: int  # AdamW's two moments
-    ema: int
     activations: int  # what autograd keeps, temporaries of the backward pass and bf16 copies of weights
     batch: int  # latents, noise, target and text of a micro-batch
     other: int  # holes of the allocator, buckets of gradients that processes share
@@ -55,8 +53,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Samples are drawn between updates, when activations are gone: the larger of the two counts."""
-        held = self.base + self.weights + self.optimiser + self.ema + self.frozen
-        return held + max(self.gradients + self.activations + self.batch + self.other, self.drawing)
+        update = self.gradients + self.activations + self.batch + self.other
+        return self.base + self.weights + self.frozen + max(update, self.drawing)
 
     def lines(self) -> list[str]:
         """Returns a part in each line, and the peak."""
@@ -99,10 +97,8 @@ def predict(
         holes = 0 if settings.checkpointing else holes + min(requested, HEAP_TOP)
     return Memory(
         base=base,
-        weights=FLOAT * sum(p.numel() for p in parameters),
+        weights=FLOAT * sum(p.numel() for p in parameters) + 3 * gradients,
         gradients=gradients,
-        optimiser=2 * gradients,
-        ema=gradients,
         activations=activations,
         batch=batch,
         other=holes + (gradients if processes > 1 else 0),

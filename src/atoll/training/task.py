@@ -1,6 +1,13 @@
-"""What a run trains: the protocol between the loop and an expert, a router or a student, and what these share."""
+"""What a run trains: the protocol between the loop and an expert, a router or a student, and what these share.
 
-from collections.abc import Mapping, Sequence
+Which rows and random numbers a step trains on are functions of (seed, step), so that runs resume exactly.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +20,7 @@ from torch import Tensor, nn
 from atoll.cards import DATASET, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
+from atoll.diffusion.objective import get_objective
 from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import load_text_encoder
@@ -50,6 +58,8 @@ class Task(Protocol):
 class CaptionedTask(Task):
     """What all tasks of atoll share: latents with captions, some of which are dropped, and their text encoder."""
 
+    objective = get_objective("fm")  # whose law times are drawn by
+
     def __init__(self, data: Dataset, settings: Settings, device: torch.device) -> None:
         self.text_dropout, self.device = settings.text_dropout, device
         self.at_a_time = settings.micro_batch or settings.batch
@@ -77,12 +87,9 @@ class CaptionedTask(Task):
 
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
         """Returns times, noise, and whose caption is dropped."""
-        t = self.sample_times(num, generator)
+        t = self.objective.sample_times(num, generator)
         eps = torch.randn(num, *self.view.shape, generator=generator)
         return t, eps, torch.rand(num, generator=generator) < self.text_dropout
-
-    def sample_times(self, num: int, generator: torch.Generator) -> Tensor:
-        return torch.rand(num, generator=generator)
 
     def encode(self, ids: Tensor, dropped: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Encodes captions as a network sees them, the null text in place of those that are dropped."""
@@ -100,3 +107,56 @@ def bytes_of(module: object) -> int:
     """Returns the size of weights and buffers, if it is a network."""
     tensors = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def mixed_seed(*parts: object) -> int:
+    """Returns a seed from several numbers or names, all of which matter."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def seeded(*parts: object) -> Iterator[None]:
+    """Seeds torch's own random numbers, and afterwards leaves them as they were before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed_seed(*parts))
+        yield
+
+
+def rows_of_step(num_rows: int, batch: int, seed: str, step: int) -> NDArray[np.int64]:
+    """Returns which rows a step trains on: every epoch has a new permutation, a function of (seed, epoch)."""
+    epochs, places = np.divmod(np.arange(step * batch, (step + 1) * batch), num_rows)
+    return np.concatenate(
+        [_permutation(num_rows, seed, epoch)[places[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
+    )
+
+
+@lru_cache(2)  # 11 million rows are 88 MB
+def _permutation(num_rows: int, seed: str, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng(mixed_seed("order", seed, epoch)).permutation(num_rows)
+
+
+class Batches:
+    """Reads the batch of a step, this process's slice of it, while the step before is trained on."""
+
+    def __init__(self, task: Task, batch: int, seed: int, share: slice) -> None:
+        self.task, self.batch, self.seed, self.share = task, batch, seed, share
+        self._reader = ThreadPoolExecutor(1, "batches")
+        self._ahead: dict[tuple[int, int], Future[tuple[Tensors, Tensors]]] = {}
+
+    def get(self, step: int, rollbacks: int = 0) -> tuple[Tensors, Tensors]:
+        """Returns rows of the data and random numbers; after a rollback, others than before it."""
+        current = self._ahead.get((step, rollbacks)) or self._reader.submit(self._read, step, rollbacks)
+        batch = current.result()
+        self._ahead = {(step + 1, rollbacks): self._reader.submit(self._read, step + 1, rollbacks)}
+        return batch
+
+    def _read(self, step: int, rollbacks: int) -> tuple[Tensors, Tensors]:
+        seed = f"{self.seed}.{rollbacks}"
+        rows = rows_of_step(self.task.num_rows, self.batch, seed, step)
+        generator = torch.Generator().manual_seed(mixed_seed("step", seed, step))
+        drawn = self.task.draw(len(rows), generator)
+        return self.task.read(rows[self.share]), tuple(tensor[self.share] for tensor in drawn)
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
