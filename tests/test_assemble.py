@@ -13,8 +13,7 @@ import pytest
 
 from atoll.cards import ExpertCard, ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import PrepareSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError
@@ -243,9 +242,9 @@ class TestRefused:
         [
             (
                 ("latent_space", "codec", "fingerprint"),
-                r"does not fit: its codec \(pca:8x12, 00000000\) is not that of",
+                r"does not fit: its codec \(pca:8x12, float32, 00000000\) is not that of",
             ),
-            (("text_encoder", "fingerprint"), r"does not fit: its text encoder \(words:64x32, 00000000\)"),
+            (("text_encoder", "fingerprint"), r"does not fit: its text encoder \(words:64x32, float32, 00000000\)"),
         ],
     )
     def test_other_latents_or_texts(self, data, mine, tmp_path, part, keys, sentence):
@@ -370,7 +369,7 @@ class TestReplaced:
     def test_a_copy_of_half_a_part_is_not_made(self, data, run, tmp_path):
         index = assemble([run], None, tmp_path / "model", data)
         (tmp_path / "model" / "expert_1" / "calibration.safetensors").unlink()
-        with pytest.raises(InputError, match="expert_1/calibration.safetensors is missing"):
+        with pytest.raises(InputError, match="expert_1/calibration.safetensors cannot be part of a model"):
             copy_model(tmp_path / "model", index, tmp_path / "copy")
         assert not (tmp_path / "copy").exists()
 

@@ -501,7 +501,7 @@ def test_paging_changes_nothing(folders, experts, spec, max_resident, monkeypatc
     def load(self: FolderExpert) -> None:
         loads.extend([] if self.resident else [self])
         original(self)
-        assert sum(expert.resident for expert in ensemble.cache.experts) <= max_resident
+        assert sum(expert.resident for expert in ensemble.experts) <= max_resident
 
     monkeypatch.setattr(FolderExpert, "load", load)
     assert torch.equal(make(ensemble, range(6), routing=routing), expected)
@@ -522,7 +522,7 @@ def test_a_file_that_changes_under_us(folders, tmp_path):
     with pytest.raises(InputError, match="cannot read .*model.safetensors"):
         expert.load()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="does not describe an expert"):
+    with pytest.raises(InputError, match="config.json is damaged, it lacks 'latent_space'"):
         FolderExpert(tmp_path)
 
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from atoll.cards import ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import PrepareSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
@@ -325,7 +324,7 @@ class TestFolder:
         for routing in ("full", "topk"):
             one, other = (latents(p, PROMPTS, seed=1, routing=routing) for p in (paged, pipe))
             assert torch.equal(one, other)
-        assert sum(paged.ensemble.cache.is_resident(k) for k in range(3)) == 1
+        assert sum(paged.ensemble.is_resident(k) for k in range(3)) == 1
 
     def test_dtype_and_back(self, model, pipe):
         other = AtollPipeline.from_pretrained(model, dtype=torch.bfloat16)
@@ -529,7 +528,7 @@ class TestMistakes:
             ("a", {"guidance_scale": float("nan")}, "guidance scale must be a finite number"),
             ("a", {"guidance_scale": -3}, "guidance scale must be a finite number of at least 0, but is -3"),
             ("a", {"guidance_scale": 1e38}, "not finite"),
-            ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt must be at least 1"),
+            ("a", {"num_images_per_prompt": 0}, "num_images_per_prompt is below 1"),
             ("a", {"batch_size": -1}, "batch must be a whole number from 1"),
             ("a", {"routing": "topk:0"}, "the K of topk:K must be a whole number of at least 1"),
             ("a", {"routing": "topk:9"}, "routing topk:9 asks for more than the 3 experts of the model"),

@@ -21,9 +21,8 @@ from atoll.experiments.cache import cached
 from atoll.experiments.flops import counting
 from atoll.experiments.sanity import quilts_of
 from atoll.networks.expert import Expert
-from atoll.sampling.ensemble import generate
+from atoll.sampling.ensemble import SAMPLERS, generate, generate_native
 from atoll.sampling.expert import Prompts
-from atoll.sampling.native import SAMPLERS, generate_native
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.sampling.settings import Sampling
@@ -50,8 +49,12 @@ class ImageSet(ABC):
 
     name: str  # in progress bars
     captions: Sequence[str]
-    labels: Sequence[str]
-    size: int  # images at a time
+    labels: Sequence[str] = ()
+
+    @property
+    def size(self) -> int:
+        """Returns how many images are read at a time."""
+        return 256
 
     @abstractmethod
     def about(self, span: slice) -> dict[str, Any]:
@@ -96,16 +99,26 @@ class SampledImages(ImageSet):
     """Images that a model makes, one of each caption, with seeds from the first on."""
 
     pipe: AtollPipeline
-    sampling: Sampling  # with its guidance
+    sampling: Sampling
     first_seed: int
-    clusters: NDArray[np.int64] | None  # of the images that the captions belong to, for oracle routing
     folder: Path  # in which they are kept
+    clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to, for oracle routing
+
+    @property
+    def size(self) -> int:
+        return self.sampling.batch
+
+    @property
+    def resolved_sampling(self) -> dict[str, Any]:
+        """Returns how they are made, with the guidance that the model wants where none is asked for."""
+        given = asdict(self.sampling)
+        return given | {"guidance": self.pipe.guidance if given["guidance"] is None else given["guidance"]}
 
     def about(self, span: slice) -> dict[str, Any]:
         return {
             "model": self.pipe.index.hash,
             "experts": list(self.pipe.objectives),
-            "sampling": asdict(self.sampling),
+            "sampling": self.resolved_sampling,
             "captions": list(self.captions[span]),
             "first_seed": self.first_seed + span.start,
             "device": self.pipe.device.type,
@@ -123,10 +136,9 @@ class SampledImages(ImageSet):
 
     def latents(self, span: slice) -> Tensor:
         how = self.sampling
-        assert how.guidance is not None
         seeds = [self.first_seed + i for i in range(span.start, span.stop)]
         prompts = Prompts.encode(self.pipe.text_encoder, self.captions[span])
-        times, guidance = uniform_times(how.steps), how.guidance
+        times, guidance = uniform_times(how.steps), self.resolved_sampling["guidance"]
         if how.solver in SAMPLERS:
             return generate_native(self._expert, prompts, seeds, how.solver, times, guidance)
         labels = None if self.clusters is None else torch.from_numpy(self.clusters[span])

@@ -49,9 +49,6 @@ KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its c
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, README, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
-Parts = Mapping[str, tuple[Path, Sequence[str]]]
-"""Where the files of each part of a model are, and their names."""
-
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
     """Returns the folder itself, or where the hub's files are kept on this machine."""
@@ -107,19 +104,22 @@ def assemble(
         for k, folder in enumerate(ordered)
     ]  # fmt: skip
 
-    parts: dict[str, tuple[Path, tuple[str, ...]]]
-    parts = {f"expert_{k}": (folder, KEPT) for k, folder in enumerate(ordered) if folder is not None}
+    sources = {f"expert_{k}/{name}": folder / name for k, folder in enumerate(ordered) if folder for name in KEPT}
     if place is not None:
-        parts[ROUTER] = place, KEPT
-    for name in (CODEC, TEXT, TOKENIZER):
-        if (source / name).is_dir():
-            files = [path.name for path in inside(source / name, source).iterdir() if path.suffix in SUFFIXES]
-            parts[name] = source / name, tuple(sorted(files))
+        sources |= {f"{ROUTER}/{name}": place / name for name in KEPT}
+    for part in (CODEC, TEXT, TOKENIZER):
+        if (source / part).is_dir():
+            paths = sorted(inside(source / part, source).iterdir())
+            sources |= {f"{part}/{path.name}": path for path in paths if path.suffix in SUFFIXES}
     with _staged(Path(out)) as staged:
+        files = {}
+        for name, path in sources.items():
+            if os.path.lexists(path):
+                _place(path, staged / name)
+                files[name] = file_digest(staged / name, staged)
         index = ModelIndex(
             num_experts=len(ordered), experts=entries, router=router_entry, latent_space=space, text_encoder=text,
-            license=_joined_license([entry for entry in entries if entry is not None]),
-            files={name: file_digest(staged / name, staged) for name in _place_all(parts, staged)},
+            license=_joined_license([entry for entry in entries if entry is not None]), files=files,
         )  # fmt: skip
         index.write(staged)
         write_model_card(staged, index)
@@ -128,15 +128,10 @@ def assemble(
 
 def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
     """Writes the same model to another folder."""
-    parts: dict[str, tuple[Path, tuple[str, ...]]] = {}
-    for name in index.files:
-        part, file = name.split("/")
-        if (folder / part).is_dir():
-            if not (folder / name).is_file():
-                raise InputError(f"{folder / name} is missing: {AGAIN}")
-            parts[part] = folder / part, (*parts.get(part, (folder, ()))[1], file)
     with _staged(Path(out)) as staged:
-        _place_all(parts, staged)
+        for name in index.files:
+            if (folder / name).parent.is_dir():
+                _place(folder / name, staged / name)
         index.write(staged)
         write_model_card(staged, index)
 
@@ -268,20 +263,9 @@ def _joined_license(experts: Sequence[ExpertEntry]) -> str:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def _place_all(parts: Parts, staged: Path) -> list[str]:
-    """Puts the files that each part has there; returns them as PART/NAME."""
-    placed = []
-    for part, (folder, names) in parts.items():
-        (staged / part).mkdir()
-        for name in names:
-            if os.path.lexists(folder / name):
-                _place(folder / name, staged / part / name)
-                placed.append(f"{part}/{name}")
-    return placed
-
-
 def _place(source: Path, target: Path) -> None:
     """Links weights where the disk allows it, for nothing writes into them; copies what people may edit."""
+    target.parent.mkdir(exist_ok=True)
     try:
         with open_regular(source) as file:
             if source.suffix == ".safetensors":

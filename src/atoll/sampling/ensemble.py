@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from atoll.diffusion.guidance import guided
+from atoll.diffusion.prediction import Estimate, estimate
 from atoll.diffusion.schedules import broadcast
-from atoll.diffusion.solvers import OnStep, get_solver, uniform_times
+from atoll.diffusion.solvers import OnStep, ddim, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import InputError, NotFiniteError
 from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import TextContext
+from atoll.networks.expert import Expert
 from atoll.networks.router import Router
 from atoll.sampling.expert import FolderExpert, Prompts, Shape, TextCache, VelocityExpert
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
@@ -43,31 +45,6 @@ class Routed(NamedTuple):
 Trace = Callable[[Routed], None]
 
 
-class ExpertCache:
-    """Experts by number, at most `max_resident` of them in memory; the least recently used goes first."""
-
-    def __init__(self, experts: Sequence[VelocityExpert | None], max_resident: int | None = None) -> None:
-        if max_resident is not None and max_resident < 1:
-            raise InputError(f"max_resident must be a whole number of at least 1, or None, but is {max_resident}")
-        self.experts = tuple(experts)
-        self.max_resident = max_resident
-        self._recent: list[VelocityExpert] = []  # the least recently used first
-
-    def is_resident(self, number: int) -> bool:
-        expert = self.experts[number]
-        return expert is not None and expert.resident
-
-    def take(self, number: int) -> VelocityExpert:
-        """Returns the expert, in memory."""
-        expert = self.experts[number]
-        assert expert is not None
-        self._recent = [*(other for other in self._recent if other is not expert), expert]
-        while self.max_resident is not None and len(self._recent) > self.max_resident:
-            self._recent.pop(0).unload()
-        expert.load()
-        return expert
-
-
 class Ensemble:
     """K experts, some of which may be missing (None), and a router between them; one expert needs none."""
 
@@ -79,8 +56,10 @@ class Ensemble:
         max_resident: int | None = None,
         names: Sequence[str] | None = None,  # for warnings
     ) -> None:
-        self.cache = ExpertCache(experts, max_resident)
-        self.router = router
+        if max_resident is not None and max_resident < 1:
+            raise InputError(f"max_resident must be a whole number of at least 1, or None, but is {max_resident}")
+        self.experts, self.router, self.max_resident = tuple(experts), router, max_resident
+        self._recent: list[VelocityExpert] = []  # those in memory, the least recently used first
         self.names = tuple(f"expert_{k}" for k in range(len(experts))) if names is None else tuple(names)
         self.temperature = 1.0
         if isinstance(router, Router | CentroidRouter):
@@ -124,7 +103,21 @@ class Ensemble:
 
     @property
     def num_experts(self) -> int:
-        return len(self.cache.experts)
+        return len(self.experts)
+
+    def is_resident(self, number: int) -> bool:
+        expert = self.experts[number]
+        return expert is not None and expert.resident
+
+    def take(self, number: int) -> VelocityExpert:
+        """Returns an expert, in memory; at most `max_resident` of them are."""
+        expert = self.experts[number]
+        assert expert is not None
+        self._recent = [*(other for other in self._recent if other is not expert), expert]
+        while self.max_resident is not None and len(self._recent) > self.max_resident:
+            self._recent.pop(0).unload()
+        expert.load()
+        return expert
 
 
 @dataclass(eq=False)
@@ -143,10 +136,7 @@ class Mixture:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        ensemble, prompts = self.ensemble, self.prompts
-        readers = [expert for expert in ensemble.cache.experts if expert is not None and expert.text_dim is not None]
-        assert prompts is not None or not readers, "the experts read a text: give prompts, and for none the empty one"
-        assert self.guidance == 1 or not readers or (prompts is not None and prompts.negative is not None)
+        ensemble = self.ensemble
         self.present = ensemble.present[None].clone()  # [1 or B, K]: what fails on a sample is taken out of its run
         self._alone = int(ensemble.present.sum()) == 1
         if ensemble.router is None and not self._alone and self.routing.name not in NEED_NO_ROUTER:
@@ -154,7 +144,7 @@ class Mixture:
                 f"{ensemble.num_experts} experts need a router for routing {self.routing.name!r}: give one"
             )
         self._texts_of: dict[int, TextCache] = {}
-        self._router_text = _router_text(ensemble.router, prompts, ensemble.device)
+        self._router_text = _router_text(ensemble.router, self.prompts, ensemble.device)
         self._logits: Tensor | None = None  # [B, K], the router's last answer on each sample
         self._open: list[int] = []  # the samples it is still asked about
         self._evaluations = 0
@@ -223,7 +213,7 @@ class Mixture:
         """Returns the sum of the experts' velocities, each of those samples that give it weight."""
         chosen = weights.cpu() > 0
         needed = chosen.any(0).nonzero().flatten().tolist()
-        order = sorted(needed, key=lambda number: not self.ensemble.cache.is_resident(number))
+        order = sorted(needed, key=lambda number: not self.ensemble.is_resident(number))
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for number in order:
             rows = chosen[:, number].nonzero().flatten()
@@ -245,13 +235,12 @@ class Mixture:
         return total
 
     def _velocity_of(self, number: int, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
-        cache = self.ensemble.cache
-        expert = cache.take(number)
-        self._texts_of = {k: texts for k, texts in self._texts_of.items() if cache.is_resident(k)}
+        expert = self.ensemble.take(number)
+        self._texts_of = {k: texts for k, texts in self._texts_of.items() if self.ensemble.is_resident(k)}
         if expert.text_dim is None:
             return expert.velocity(x, t)
         if number not in self._texts_of:
-            assert self.prompts is not None
+            assert self.prompts is not None, "the experts read a text: give prompts, and for none the empty one"
             self._texts_of[number] = TextCache(expert.read_text, self.prompts)
         texts = self._texts_of[number]
         return guided(expert.velocity, self.guidance, lambda both: texts.context(rows, both))(x, t)
@@ -297,7 +286,7 @@ class _NotFiniteError(Exception):
         self.number, self.rows = number, rows
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# --- from noise to latents ----------------------------------------------------------------------------------------
 
 
 def image_generators(seeds: Sequence[int]) -> list[torch.Generator]:
@@ -332,3 +321,24 @@ def generate(
     velocity = Mixture(ensemble, prompts, routing, guidance, labels, generators, trace)
     with torch.no_grad():
         return get_solver(solver)(velocity, x, uniform_times(50) if times is None else times, on_step)
+
+
+SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
+"""How much of the posterior's noise each step of a native sampler adds: all of it is DDPM's own sampling."""
+
+
+@torch.no_grad()
+def generate_native(
+    expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: float
+) -> Tensor:
+    """Returns latents [B, C, S, S], one per seed, by one expert on its own schedule, guided in what it predicts."""
+    field, schedule = VelocityExpert.of(expert, Conversion.EXACT), expert.objective.path
+    generators = image_generators(seeds)
+    x = draw_noise(generators, field.shape).to(field.device)
+    texts = TextCache(field.read_text, prompts)
+    predict = guided(field.predict, guidance, lambda both: texts.context(range(len(seeds)), both))
+
+    def denoise(x: Tensor, t: Tensor) -> Estimate:
+        return estimate(expert.objective.prediction, predict(x, t), x, schedule(t))
+
+    return ddim(denoise, schedule, x, times, SAMPLERS[sampler], generators)

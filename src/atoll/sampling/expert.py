@@ -12,18 +12,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from atoll.cards import CONFIG, ExpertCard, file_digest
-from atoll.config import build
-from atoll.diffusion.objective import Objective
+from atoll.cards import ExpertCard, file_digest
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.transfer import Conversion, Transfer
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
 from atoll.networks.dit import DiT, TextContext
-from atoll.networks.expert import CALIBRATION, Expert
-from atoll.networks.stored import WEIGHTS, folder_of
+from atoll.networks.expert import Expert
+from atoll.networks.stored import WEIGHTS
 from atoll.networks.text_prior import TextPrior
-from atoll.storage import known_digest, read_json
+from atoll.storage import known_digest
 from atoll.tensors import read_tensors
 
 Shape = tuple[int, ...]
@@ -37,9 +35,8 @@ class VelocityExpert:
 
     network: DiT
     transfer: Transfer
-    prior: TextPrior | None
+    prior: TextPrior | None  # what a calibrated x0 is drawn to; None: the mean of the calibration
     shape: Shape  # of one sample
-    text_dim: int | None  # the width of the tokens that it reads; None: it reads no text
     is_flow: bool  # whether it predicts a velocity, for routing by time
     device: torch.device
     resident = True
@@ -48,13 +45,20 @@ class VelocityExpert:
         self.network, self.transfer, self.prior = network, transfer, prior
         config = network.config
         self.shape = config.in_channels, config.input_size, config.input_size
-        self.text_dim = config.text_dim
         self.is_flow = transfer.prediction is Prediction.VELOCITY
         self.device = network.patch_embed.weight.device
 
     @classmethod
     def of(cls, expert: Expert, conversion: Conversion | str | None = None) -> Self:
-        return cls(expert.network, *_transfer_of(expert, conversion))
+        transfer, prior = expert.transfer(conversion), expert.prior
+        if transfer.conversion is not Conversion.CALIBRATED or prior is None:
+            return cls(expert.network, transfer)
+        return cls(expert.network, transfer, prior.to(expert.network.patch_embed.weight.device))
+
+    @property
+    def text_dim(self) -> int | None:
+        """Returns the width of the tokens that it reads; None: it reads no text."""
+        return self.network.config.text_dim
 
     def load(self) -> None:
         """Brings the weights into memory, where they are already unless it is a `FolderExpert`."""
@@ -67,22 +71,14 @@ class VelocityExpert:
         context = self.network.read_text(tokens.to(weight.device, weight.dtype), mask)
         return context if self.prior is None else context._replace(prior_mean=self.prior.of(tokens, mask))
 
+    def predict(self, x: Tensor, t: Tensor, text: TextContext | None = None) -> Tensor:
+        """Returns what the network predicts at its own (x, t), in the precision of x."""
+        return self.network(x.to(self.network.patch_embed.weight.dtype), t, text).to(x.dtype)
+
     def velocity(self, x: Tensor, t: Tensor, text: TextContext | None = None) -> Tensor:
         """Returns dx/dt at canonical (x, t), in the precision of x."""
-        dtype = self.network.patch_embed.weight.dtype
-
-        def predict(native_x: Tensor, native_t: Tensor) -> Tensor:
-            return self.network(native_x.to(dtype), native_t, text).to(x.dtype)
-
-        return self.transfer.velocity(predict, x, t, None if text is None else text.prior_mean)
-
-
-def _transfer_of(expert: Expert, conversion: Conversion | str | None) -> tuple[Transfer, TextPrior | None]:
-    """Returns what makes its outputs velocities, with the prior that a calibrated x0 is drawn to."""
-    transfer = expert.transfer(conversion)
-    if transfer.conversion is not Conversion.CALIBRATED or expert.prior is None:
-        return transfer, None
-    return transfer, expert.prior.to(expert.network.patch_embed.weight.device)
+        prior_mean = None if text is None else text.prior_mean
+        return self.transfer.velocity(lambda x, t: self.predict(x, t, text), x, t, prior_mean)
 
 
 class FolderExpert(VelocityExpert):
@@ -100,27 +96,23 @@ class FolderExpert(VelocityExpert):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.path = folder_of(folder, None, (CONFIG, WEIGHTS, CALIBRATION))
-        about = read_json(self.path / CONFIG, f"an expert is a folder with {CONFIG} and {WEIGHTS}")
-        architecture = about.get("architecture")
-        if "latent_space" not in about or not isinstance(architecture, dict):
-            raise InputError(f"{self.path / CONFIG} does not describe an expert: give the folder of one")
+        self.path = Path(folder)
         self.card = ExpertCard.read(self.path)
         self.shape = tuple(self.card.latent_space.shape)
-        self.text_dim = architecture.get("text_dim")
-        objective = build(Objective, self.card.objective, f"the objective in {self.path / CONFIG}")
-        self.is_flow = objective.prediction is Prediction.VELOCITY
+        self.is_flow = self.card.objective.get("prediction") == Prediction.VELOCITY
         self.conversion, self.dtype, self.device = conversion, dtype, torch.device(device)
         self.resident = False
+        self._digest: str | None = None  # of the weights that were checked
 
     def load(self) -> None:
         if self.resident:
             return
         path = self.path / WEIGHTS
-        if not hasattr(self, "network"):
+        if self._digest is None:
             expert = Expert.load(self.path, dtype=self.dtype)
-            self.network = expert.network.to(self.device)
-            self.transfer, self.prior = _transfer_of(expert, self.conversion)
+            expert.network.to(self.device)
+            loaded = VelocityExpert.of(expert, self.conversion)
+            self.network, self.transfer, self.prior = loaded.network, loaded.transfer, loaded.prior
             self._digest = file_digest(path, self.path, known_digest)
         elif file_digest(path, self.path, known_digest) != self._digest:
             raise InputError(f"{path} was changed while it was in use: start again")
@@ -133,7 +125,6 @@ class FolderExpert(VelocityExpert):
         self.resident = True
 
     def unload(self) -> None:
-        """Gives the memory back; what was checked and the shapes stay."""
         if self.resident:
             self.network.to("meta")
         self.resident = False

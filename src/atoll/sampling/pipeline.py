@@ -27,8 +27,6 @@ from atoll.encoders.pretrained import dtype_name
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
-from atoll.networks.centroid_router import CentroidRouter
-from atoll.networks.router import Router
 from atoll.networks.stored import DTYPES
 from atoll.plots.canvas import save_picture
 from atoll.plots.contact_sheet import draw_grid
@@ -90,7 +88,11 @@ class AtollPipeline:
         self.text_encoder = load_text_encoder(folder)
         require_same(self.codec.describe(), index.latent_space.codec, "codec", folder / CODEC, INDEX)
         require_same(self.text_encoder.describe(), index.text_encoder, "text encoder", folder / TEXT, INDEX)
-        self.router = None if index.router is None else self._open_router(index.router.folder)
+        self.router = None
+        if index.router is not None:
+            path = folder / index.router.folder
+            self.router = load_router(path).float()
+            require_fit(path, RouterCard.read(path), index.latent_space, index.text_encoder, INDEX)
         self.device, self.dtype = get_device(device), None if dtype is None else get_dtype(dtype)
         self._open_ensemble()
         self._interrupt = False
@@ -153,12 +155,6 @@ class AtollPipeline:
     def guidance(self) -> float:
         """Returns the default scale: no guidance on top of what the experts have learned."""
         return GUIDANCE if set(self.learned_guidance) == {1.0} else 1.0
-
-    def _open_router(self, name: str) -> Router | CentroidRouter:
-        path = self.folder / name
-        router = load_router(path)
-        require_fit(path, RouterCard.read(path), self.index.latent_space, self.index.text_encoder, INDEX)
-        return router.float()
 
     def _open_ensemble(self) -> None:
         for part in (self.codec, self.text_encoder, self.router):
@@ -230,33 +226,31 @@ class AtollPipeline:
         get_solver(solver)
         times = uniform_times(operator.index(num_inference_steps))
         guidance = self.guidance if guidance_scale is None else float(guidance_scale)
-        prompts, negatives = _paired(prompt, negative_prompt, num_images_per_prompt)
-        seeds = _seeds_of(seed, generator, len(prompts), num_images_per_prompt)
-        warn_of_long_texts(self.text_encoder, {*prompts, *negatives})
+        requests = _requests(prompt, negative_prompt, seed, generator, num_images_per_prompt)
+        warn_of_long_texts(self.text_encoder, {text for request in requests for text in request[:2]})
 
         self._interrupt = False
         images: list[Any] = []
         traces: list[ImageTrace] = []
-        starts = range(0, len(prompts), batch_size)
+        starts = range(0, len(requests), batch_size)
         num_steps = len(times) - 1
         on_trace = range(0, num_steps, -(-num_steps // previews)) if previews > 0 else range(0)
         with tqdm(total=len(starts) * num_steps, unit=" steps", disable=None if progress else True, leave=False) as bar:
             for start in starts:
                 if self._interrupt:
                     break
-                rows = slice(start, start + batch_size)
+                prompts, negatives, seeds = zip(*requests[start : start + batch_size], strict=True)
                 watch = _Watch(self, callback_on_step_end, on_trace, bar)
                 try:
                     latents = generate(
-                        self.ensemble, Prompts.encode(self.text_encoder, prompts[rows], negatives[rows]), seeds[rows],
-                        solver=solver, times=times, routing=policy, guidance=guidance, on_step=watch.on_step,
+                        self.ensemble, Prompts.encode(self.text_encoder, prompts, negatives), seeds, solver=solver,
+                        times=times, routing=policy, guidance=guidance, on_step=watch.on_step,
                         trace=watch.on_evaluation,
                     )  # fmt: skip
                 except _Interrupted as stop:
                     latents = stop.latents
                 images.append(self.render(latents, output_type))
                 traces += watch.traces()
-        num = len(traces)
         settings: dict[str, Any] = {
             "steps": num_steps,
             "guidance": guidance,
@@ -271,9 +265,8 @@ class AtollPipeline:
             settings["learned_guidance"] = ", ".join(f"{scale:g}" for scale in sorted(set(self.learned_guidance)))
         if missing := [f"expert_{k}" for k, name in enumerate(self.objectives) if name == "missing"]:
             settings["missing"] = missing
-        return Samples(
-            _joined(images), tuple(seeds[:num]), tuple(prompts[:num]), tuple(negatives[:num]), tuple(traces), settings
-        )
+        prompts, negatives, seeds = zip(*requests[: len(traces)], strict=True)
+        return Samples(_joined(images), seeds, prompts, negatives, tuple(traces), settings)
 
     def render(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Returns latents as images: a list of PIL's, an array [B, S, S, 3] or a tensor [B, 3, S, S] in [0, 1]."""
@@ -368,31 +361,19 @@ def warn_of_long_texts(encoder: TextEncoder, texts: set[str]) -> None:
             )
 
 
-def _paired(
-    prompt: str | Sequence[str], negative: str | Sequence[str] | None, num_each: int
-) -> tuple[list[str], list[str]]:
-    """Returns a prompt and a negative prompt per image."""
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    negatives = [negative or ""] * len(prompts) if isinstance(negative, str | None) else list(negative)
-    if not prompts:
-        raise InputError("there is no prompt: give at least one")
-    if num_each < 1:
-        raise InputError(f"num_images_per_prompt must be at least 1, but is {num_each}")
-    if len(negatives) != len(prompts):
-        raise InputError(
-            f"there are {plural(len(negatives), 'negative prompt')} for {plural(len(prompts), 'prompt')}: give one, or "
-            "one for each"
-        )
-    return [text for text in prompts for _ in range(num_each)], [text for text in negatives for _ in range(num_each)]
-
-
-def _seeds_of(
+def _requests(
+    prompt: str | Sequence[str],
+    negative: str | Sequence[str] | None,
     seed: int | Sequence[int] | None,
     generator: torch.Generator | Sequence[torch.Generator] | None,
-    num: int,
     num_each: int,
-) -> list[int]:
-    """Returns one seed per image."""
+) -> list[tuple[str, str, int]]:
+    """Returns the prompt, the negative prompt and the seed of each image."""
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    negatives = [negative or ""] * len(prompts) if isinstance(negative, str | None) else list(negative)
+    num = len(prompts) * num_each
+    if num < 1:
+        raise InputError("there is no prompt, or num_images_per_prompt is below 1: give at least one")
     if seed is not None and generator is not None:
         raise InputError("seeds are given or drawn from a generator, but not both: leave one of them out")
     if seed is None:
@@ -400,15 +381,17 @@ def _seeds_of(
         draws = [torch.randint(2**63 - 1, (), generator=g, device=g.device if g else "cpu") for g in generators]
         seeds = [int(draw) for draw in draws]
     else:
-        given: Any = seed if np.ndim(seed) else [seed] * (num // num_each)
+        given: Any = seed if np.ndim(seed) else [seed] * len(prompts)
         seeds = [operator.index(one) for one in given]
-        if len(seeds) == num // num_each:
+        if len(seeds) == len(prompts):
             seeds = [first + i for first in seeds for i in range(num_each)]
-    if len(seeds) != num:
-        raise InputError(
-            f"there are {plural(len(seeds), 'seed')} for {plural(num, 'image')}: give one, or one for each"
-        )
-    return seeds
+    for name, count, of, wanted in (
+        ("negative prompt", len(negatives), "prompt", len(prompts)), ("seed", len(seeds), "image", num)
+    ):  # fmt: skip
+        if count != wanted:
+            raise InputError(f"there are {plural(count, name)} for {plural(wanted, of)}: give one, or one for each")
+    pairs = [pair for pair in zip(prompts, negatives, strict=True) for _ in range(num_each)]
+    return [(*pair, one) for pair, one in zip(pairs, seeds, strict=True)]
 
 
 def _joined(parts: list[Any]) -> Any:

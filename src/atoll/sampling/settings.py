@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from atoll.errors import InputError
 
 GUIDANCE = 2.0  # of models that have not learned it
-TOP_K = 2
 MAX_STEPS = 10_000
 MAX_IMAGES = 1_000_000
 

@@ -6,21 +6,19 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image, UnidentifiedImageError
-from PIL.PngImagePlugin import PngImageFile, PngInfo
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from atoll.errors import InputError
 from atoll.storage import open_regular, parse_json, read_bytes, reason_of, write_whole
 
 MOST_CHARACTERS = 2000  # of a prompt that becomes a name: more have no room
-MOST_PIXELS = 1 << 26  # of a PNG whose texts are read
 
 
 class Preview(NamedTuple):
@@ -40,14 +38,14 @@ class ImageTrace:
 
     @property
     def shares(self) -> list[float]:
-        """How much of the way each expert has led: its weight, averaged over the evaluations."""
-        return [float(share) for share in self.weights.mean(0)]
+        """Returns how much of the way each expert has led: its weight, averaged over the evaluations."""
+        return list(self.weights.mean(0).tolist())
 
     def describe(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns what a JSON file says of it."""
         evaluations = [
-            {"t": round(t, 6), "weights": [round(float(w), 6) for w in row]}
-            for t, row in zip(self.times, self.weights, strict=True)
+            {"t": round(t, 6), "weights": [round(w, 6) for w in row]}
+            for t, row in zip(self.times, self.weights.tolist(), strict=True)
         ]
         return {"shares": [round(share, 6) for share in self.shares], "evaluations": evaluations}
 
@@ -56,7 +54,7 @@ class ImageTrace:
 
 
 def file_name(prompt: str, seed: int) -> str:
-    """A name for any text, safe on any disk; what is lost of a text comes back as a hash.
+    """Returns a name for any text, safe on any disk; what is lost of a text comes back as a hash.
 
     The hash follows two dashes, which no text has in its name: a text without a hash never has the name of another.
     """
@@ -68,22 +66,14 @@ def file_name(prompt: str, seed: int) -> str:
     return f"{slug}-{seed}.png"
 
 
-def write_image(
-    image: Image.Image, path: Path, *, prompt: str, negative_prompt: str, seed: int, model: str, settings: Mapping
-) -> Path | None:
+def write_image(image: Image.Image, path: Path, **about: Any) -> Path | None:
     """Writes a PNG that says how it was made, as `write_kept` does; `read_metadata` reads it."""
-    about = PngInfo()
-    texts = {
-        "prompt": prompt,
-        "negative_prompt": negative_prompt,
-        "seed": str(seed),
-        "model": model,
-        "settings": json.dumps(dict(settings), ensure_ascii=False),
-    }
-    for key, text in texts.items():
+    texts = PngInfo()
+    for key, value in about.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         # PNG ends a text at a zero; half characters, as a terminal may give them, are no UTF-8.
-        about.add_itxt(key, text.replace("\0", " ").encode("utf-8", "backslashreplace").decode())
-    return write_kept(path, png_of(image, about))
+        texts.add_itxt(key, text.replace("\0", " ").encode("utf-8", "backslashreplace").decode())
+    return write_kept(path, png_of(image, texts))
 
 
 def png_of(image: Image.Image, about: PngInfo | None = None) -> bytes:
@@ -115,17 +105,14 @@ def write_kept(path: Path, content: bytes) -> Path | None:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """prompt, negative_prompt, seed, model (its hash) and settings of a PNG that `write_image` has written."""
+    """Returns prompt, negative_prompt, seed, model (its hash) and settings of a PNG that `write_image` has written."""
     try:
         with open_regular(Path(path)) as file, Image.open(file, formats=("PNG",)) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise ValueError("it is too large")
             image.load()
-            found = dict(image.text) if isinstance(image, PngImageFile) else {}
-        keys = ("prompt", "negative_prompt", "seed", "model", "settings")
-        about: dict[str, Any] = {key: str(found[key]) for key in keys}
-        return {**about, "seed": int(about["seed"]), "settings": parse_json(about["settings"].encode())}
-    except (KeyError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} does not say how it was made: give a PNG that `atoll sample` has made") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path} ({reason_of(error)}): give a PNG that `atoll sample` has made") from error
+            texts = dict(getattr(image, "text", {}))
+        about = {key: str(texts[key]) for key in ("prompt", "negative_prompt", "model")}
+        return {**about, **{key: parse_json(texts[key].encode()) for key in ("seed", "settings")}}
+    except (KeyError, ValueError, SyntaxError, OSError, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{path} does not say how it was made ({reason_of(error)}): give a PNG that `atoll sample` has made"
+        ) from error
