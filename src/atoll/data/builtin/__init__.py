@@ -6,7 +6,7 @@ Row i is a function of (name, size, seed, i) alone, so any worker can make any r
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,10 @@ from PIL import Image
 from atoll.data.builtin import avatars, shapes
 from atoll.errors import InputError, unknown
 
-NAMES = ("avatars", "shapes", "digits")
 NUM_DIGITS = 1797
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-DIGIT_SIZES = (8, 1024)
+SIZES = {"avatars": avatars.SIZES, "shapes": shapes.SIZES, "digits": (8, 1024)}
+NAMES = tuple(SIZES)
 
 
 class Example(NamedTuple):
@@ -37,49 +37,37 @@ class Examples(Sequence[Example]):
     def __len__(self) -> int:
         return self.num
 
-    @overload
-    def __getitem__(self, i: int) -> Example: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Example]: ...
-    def __getitem__(self, i: int | slice) -> Example | list[Example]:
-        if isinstance(i, slice):
-            return [self.make_row(row) for row in range(self.num)[i]]
-        return self.make_row(range(self.num)[i])
+    def __getitem__(self, i: Any) -> Any:
+        rows = range(self.num)[i]
+        return self.make_row(rows) if isinstance(rows, int) else [self.make_row(row) for row in rows]
 
 
 def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldout: str = "include") -> Examples:
-    """The first num rows of a data set; None is all there are, for digits.
+    """Returns the first num rows of a data set; None is all there are, for digits.
 
     heldout is for avatars: "exclude" leaves out a tenth of the combinations of attributes, "only" makes
     nothing else, "include" makes any.
     """
     if name not in NAMES:
         raise unknown("built-in data set", name, NAMES)
-    if seed < 0:
-        raise InputError(f"seed must be 0 or more, but is {seed}")
-    if heldout not in avatars.HELDOUT:
-        raise unknown("heldout", heldout, avatars.HELDOUT)
-    if name != "avatars" and heldout != "include":
-        raise InputError(f"only avatars have held-out combinations: for {name}, leave heldout at 'include'")
-    low, high = {"avatars": avatars.SIZES, "shapes": shapes.SIZES, "digits": DIGIT_SIZES}[name]
+    low, high = SIZES[name]
     if not low <= size <= high:
         raise InputError(f"{name} are from {low} to {high} pixels wide, not {size}")
+    if seed < 0:
+        raise InputError(f"seed must be 0 or more, but is {seed}")
     if num is None and name != "digits":
         raise InputError(f"{name} has no end: say how many examples to make (num)")
-    num = NUM_DIGITS if num is None else num
-    if num < 0:
-        raise InputError(f"num must be 0 or more, but is {num}")
     if name == "digits":
         _digits()  # a missing library is told here, not in a worker
+        num = NUM_DIGITS if num is None else num
         if num > NUM_DIGITS:
             raise InputError(f"there are {NUM_DIGITS} handwritten digits, and {num} were asked for: ask for fewer")
-        return Examples(num, partial(_digit, size, seed))
-    if name == "shapes":
-        return Examples(num, partial(_scene, size, seed))
-    return Examples(num, partial(_avatar, size, seed, heldout))
+    assert num is not None
+    make_row = {"avatars": partial(_avatar, heldout=heldout), "shapes": _scene, "digits": _digit}[name]
+    return Examples(num, partial(make_row, size, seed))
 
 
-def _avatar(size: int, seed: int, heldout: str, i: int) -> Example:
+def _avatar(size: int, seed: int, i: int, heldout: str) -> Example:
     rng = np.random.default_rng((seed, i))
     attributes = avatars.choose_avatar(rng, heldout)
     image = avatars.draw_avatar(attributes, size, rng)
@@ -93,7 +81,7 @@ def _scene(size: int, seed: int, i: int) -> Example:
 
 def _digit(size: int, seed: int, i: int) -> Example:
     images, labels = _digits()
-    row = _order(seed)[i]
+    row = np.random.default_rng(seed).random(NUM_DIGITS).argsort(kind="stable")[i]
     image = Image.fromarray(images[row]).resize((size, size), Image.Resampling.BICUBIC)
     word = DIGIT_WORDS[labels[row]]
     return Example(image.convert("RGB"), f"a handwritten {word}", {"digit": word})
@@ -101,7 +89,7 @@ def _digit(size: int, seed: int, i: int) -> Example:
 
 @lru_cache
 def _digits() -> tuple[NDArray[np.uint8], list[int]]:
-    """The images [1797, 10, 10], each with a margin, and what they show."""
+    """Returns the images [1797, 10, 10], each with a margin, and what they show."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -109,8 +97,3 @@ def _digits() -> tuple[NDArray[np.uint8], list[int]]:
     digits = load_digits()
     images = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
     return np.round(images * (255 / 16)).astype(np.uint8), digits.target.tolist()
-
-
-@lru_cache
-def _order(seed: int) -> list[int]:
-    return np.random.default_rng(seed).random(NUM_DIGITS).argsort(kind="stable").tolist()

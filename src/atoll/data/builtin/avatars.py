@@ -40,7 +40,6 @@ BACKGROUNDS = {  # paler than the characters, or darker, so that these stand out
     "black": "#2b2a45",
 }  # fmt: skip
 NONE = "none"
-HELDOUT = ("include", "exclude", "only")
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "kind": ("bear", "cat", "frog", "ghost", "owl", "robot"),
     "colour": ("orange", "yellow", "green", "blue", "purple", "pink"),
@@ -106,7 +105,7 @@ def rgb(code: str) -> Array:
 
 
 def palette_of(attributes: Mapping[str, str], jitter: NDArray[np.float64] | None = None) -> Array:
-    """Returns the colour of each ink, [inks, 3]; jitter [3, 3] multiplies the body's, the hat's and the background's."""
+    """Returns the colour of each ink, [inks, 3]; jitter [3, 3] multiplies that of the body, the hat and the background."""
     body, hat, background = jitter if jitter is not None else np.ones((3, 3))
     inks = np.zeros((INKS, 3), np.float32)
     for ink, code in FIXED.items():
@@ -153,9 +152,7 @@ class Canvas:
             self.stroke([*points, points[0]], line, 2 * width)
         self.pen.polygon(self._at(points), fill=ink)
 
-    def box(
-        self, corners: Sequence[Point], radius: float, ink: int, line: int | None = None, width: float = 1
-    ) -> None:
+    def box(self, corners: Sequence[Point], radius: float, ink: int, line: int | None = None, width: float = 1) -> None:
         """Draws a rectangle with round corners."""
         (x0, y0), (x1, y1) = sorted(corners)
         if line is not None:
@@ -192,13 +189,14 @@ def _pair(method: str, points: Sequence[Point], *rest: Any) -> list[Shape]:
 
 ANATOMY = {  # half the distance between the eyes, their height, and those of the mouth and the hat
     "bear": (4.2, 17.6, 22.6, 12.0), "cat": (4.5, 18.4, 22.6, 13.0), "frog": (6.8, 14.4, 22.4, 12.6),
-    "ghost": (4.0, 17.6, 22.6, 11.6), "owl": (4.3, 17.6, 22.4, 12.2), "robot": (4.2, 17.8, 22.4, 11.8),
+    "ghost": (4.0, 17.6, 22.6, 11.6), "owl": (4.3, 17.6, 22.2, 12.2), "robot": (4.2, 17.8, 22.4, 11.8),
 }  # fmt: skip
 _SHOULDERS: list[Shape] = [
     ("ellipse", [(MIDDLE, 34)], (8, 8), BODY, LINE),
     ("ellipse", [(MIDDLE, 34.5)], (4.6, 6), LIGHT),
 ]
 _CAT_EAR, _OWL_TUFT = [(6.6, 17.0), (6.4, 7.2), (14.2, 12.6)], [(6.8, 18.0), (5.0, 8.0), (15.0, 11.6)]
+_FEATHER: Shape = ("stroke", [(-0.7, 0), (0, 0.7), (0.7, 0)], SHADE, 0.6)
 _GHOST = [
     *_arc((MIDDLE, 18.4), (9.2, 8.8), -180, 0, 33),
     *((x, 27.6 + 2.0 * abs(math.sin((x - 6.8) / 18.4 * 3 * math.pi))) for x in np.linspace(25.2, 6.8, 61)),
@@ -241,8 +239,7 @@ CHARACTERS: dict[str, list[Shape]] = {
         ("ellipse", [(MIDDLE, 18.2)], (9.8, 7.6), BODY, LINE),
         *_pair("polygon", _OWL_TUFT, BODY),
         ("ellipse", [(MIDDLE, 30.0)], (5.4, 5.0), LIGHT),
-        *_pair("stroke", [(13.3, 28.0), (14.0, 28.7), (14.7, 28.0)], SHADE, 0.6),
-        ("stroke", [(15.3, 30.4), (16.0, 31.1), (16.7, 30.4)], SHADE, 0.6),
+        *(_moved([_FEATHER], x, y)[0] for x, y in ((14.0, 28.0), (18.0, 28.0), (16.0, 30.4))),
         *_pair("ellipse", [(11.7, 17.6)], 4.4, LIGHT),
     ],
     "robot": [
@@ -273,7 +270,7 @@ def _mouths(wide: float, half: float, small: float) -> tuple[list[Shape], ...]:
 MOUTH_SHAPES: dict[str, tuple[list[Shape], ...]] = {
     **dict.fromkeys(("bear", "cat", "ghost"), _mouths(2.2, 1.5, 0.9)),
     "frog": _mouths(6.0, 3.6, 3.0),
-    "owl": tuple([("polygon", [(-1.5, -2.2), (1.5, -2.2), (0, y)], GOLD, LINE, 0.5)] for y in (1.4, 2.4, 1.9)),
+    "owl": tuple([("polygon", [(-1.5, -2.0), (1.5, -2.0), (0, y)], GOLD, LINE, 0.5)] for y in (1.6, 2.6, 2.1)),
     "robot": (
         [("stroke", _arc((0, -1.4), (3.0, 1.8), 20, 160), INK, 0.9)],
         [
@@ -315,38 +312,39 @@ HATS: dict[str, list[Shape]] = {
     ],
 }  # fmt: skip
 _LENS = [(-3.2, -2.0), (3.2, -2.0), (2.8, 1.2), (1.2, 2.2), (-1.2, 2.2), (-2.8, 1.2)]
+EYEWEAR: dict[str, list[Shape]] = {
+    "round glasses": [("ellipse", [(0, 0)], 2.8, LENS, INK, 1.0)],
+    "sunglasses": [("polygon", _LENS, INK, INK, 0.5), ("stroke", [(-1.8, 0.6), (-0.2, -1.2)], WHITE, 0.8)],
+}
 
 
 def _mouth(kind: str, mouth: str) -> list[Shape]:
     return _moved(MOUTH_SHAPES[kind][MOUTHS.index(mouth)], MIDDLE, ANATOMY[kind][2])
 
 
-def _eye(kind: str, eyes: str) -> list[Shape]:
-    """Returns the shapes of one eye, around its middle."""
-    look = -0.5 if eyes == "left" else 0.5
+def _eye(kind: str, eyes: str, x: float, y: float) -> list[Shape]:
     if eyes == "shut":
-        return [("stroke", _arc((0, 0.8), (1.5, 1.5), 200, 340), INK, 0.9)]
+        return [("stroke", _arc((x, y + 0.8), (1.5, 1.5), 200, 340), INK, 0.9)]
+    look = x + {"left": -0.5, "right": 0.5}[eyes] * (1.4 if kind in ("frog", "owl") else 1)
     if kind in ("frog", "owl"):
-        x = 1.4 * look
-        return [("ellipse", [(0, 0)], 2.7, WHITE), ("ellipse", [(x, 0)], 1.7, INK),
-                ("ellipse", [(x - 0.6, -0.6)], 0.6, WHITE)]  # fmt: skip
+        around: list[Shape] = [("ellipse", [(x, y)], 2.7, WHITE)]
+        return [*around, ("ellipse", [(look, y)], 1.7, INK), ("ellipse", [(look - 0.6, y - 0.6)], 0.6, WHITE)]
     if kind == "robot":
-        return [("box", [(look - 1.5, -1.7), (look + 1.5, 1.7)], 0.7, INK),
-                ("ellipse", [(look - 0.5, -0.7)], 0.6, WHITE)]  # fmt: skip
-    return [("ellipse", [(look, 0)], (1.6, 1.9), INK), ("ellipse", [(look - 0.5, -0.7)], 0.7, WHITE)]
+        pupil: Shape = ("box", [(look - 1.5, y - 1.7), (look + 1.5, y + 1.7)], 0.7, INK)
+        return [pupil, ("ellipse", [(look - 0.5, y - 0.7)], 0.6, WHITE)]
+    return [("ellipse", [(look, y)], (1.6, 1.9), INK), ("ellipse", [(look - 0.5, y - 0.7)], 0.7, WHITE)]
 
 
 def _eyes(kind: str, eyewear: str, eyes: str) -> list[Shape]:
     apart, y, *_ = ANATOMY[kind]
-    each, shapes = _eye(kind, eyes), list[Shape]()
-    if eyewear == "sunglasses":
-        shapes = [("stroke", [(-apart, -1.8), (apart, -1.8)], INK, 1.2)]
-        each = [("polygon", _LENS, INK, INK, 0.5), ("stroke", [(-1.8, 0.6), (-0.2, -1.2)], WHITE, 0.8)]
-    elif eyewear != NONE:
-        glass: Shape = ("ellipse", [(0, 0)], 2.8, LENS, INK, 1.0)
-        shapes = [("stroke", [(-apart, -0.6), (apart, -0.6)], INK, 1.0)]
-        shapes += [*_moved([glass], -apart, 0), *_moved([glass], apart, 0)]
-    return _moved([*shapes, *_moved(each, -apart, 0), *_moved(each, apart, 0)], MIDDLE, y)
+    xs = (MIDDLE - apart, MIDDLE + apart)
+    glasses: list[Shape] = []
+    if eyewear != NONE:
+        bridge, width = (1.8, 1.2) if eyewear == "sunglasses" else (0.6, 1.0)
+        glasses = [("stroke", [(x, y - bridge) for x in xs], INK, width)]
+        glasses += [shape for x in xs for shape in _moved(EYEWEAR[eyewear], x, y)]
+    seen = [shape for x in xs for shape in _eye(kind, eyes, x, y)] if eyewear != "sunglasses" else []
+    return [*glasses, *seen]
 
 
 def _hat(kind: str, hat: str) -> list[Shape]:
