@@ -242,7 +242,7 @@ class TestBombs:
     def test_centroids(self, stranger, data, tmp_path):
         edit(stranger / "centroids", "architecture", "input_size", value=65536)
         edit(stranger / "centroids", "architecture", "num_experts", value=65536)
-        with pytest.raises(InputError, match="larger than any machine|has shape"):
+        with pytest.raises(InputError, match="larger than any machine|size mismatch"):
             CentroidRouter.from_pretrained(stranger / "centroids")
 
     def test_weights_of_a_terabyte_on_an_empty_disk(self, stranger, data, tmp_path, capsys):

@@ -37,3 +37,18 @@ def _fits(value: object, hint: Any) -> bool:
     if isinstance(value, int) and not isinstance(value, bool) and float in options:
         return True
     return type(value) in options
+
+
+def check_counts(config: object, **limits: int) -> None:
+    """Refuses a config unless each of these fields is a whole number from 1 to its limit, or None."""
+    for name, most in limits.items():
+        value = getattr(config, name)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise InputError(f"{name} must be a whole number from 1 to {most}, but is {shown(value)}")
+
+
+def check_choices(config: object, **choices: tuple[str | int, ...]) -> None:
+    """Refuses a config unless each of these fields is one of its choices."""
+    for name, accepted in choices.items():
+        if getattr(config, name) not in accepted:
+            raise unknown(name, getattr(config, name), [str(choice) for choice in accepted])

@@ -184,8 +184,9 @@ def make_folder(path: Path) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, in one line and without the number."""
-    return str(getattr(error, "strerror", None) or error).strip().split("\n")[0]
+    """Returns what went wrong in one line, without the number."""
+    first, *more = str(getattr(error, "strerror", None) or error).strip().split("\n")
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def make_readable(path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from atoll.cards import CONFIG
 from atoll.convert import tables
 from atoll.convert.dit import DIT_LICENSE, convert_dit
 from atoll.convert.ledger import Converted, Options
@@ -17,8 +18,8 @@ from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.published import Source, read_source
 from atoll.networks.router import Router
-from atoll.networks.stored import CONFIG, WEIGHTS
-from atoll.storage import write_json
+from atoll.networks.stored import WEIGHTS
+from atoll.storage import reason_of, write_json
 
 __all__ = ["REPORT", "Converted", "Options", "check_out", "convert", "describe", "save"]
 CLASS_OPTIONS = ("label", "as_is", "kind", "fit")  # of DiT and SiT alone
@@ -48,7 +49,7 @@ def convert(path: str | Path, options: Options = Options()) -> Converted:  # noq
     except InputError:
         raise
     except (RuntimeError, ValueError, IndexError, OverflowError, MemoryError) as error:  # no published file's shapes
-        reason = printable(" ".join(str(error).split()), 300)
+        reason = printable(reason_of(error), 300)
         raise InputError(
             f"{path} cannot be converted ({reason}): its weights do not fit together, give another copy"
         ) from error

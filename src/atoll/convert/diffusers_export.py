@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atoll.cards import CONFIG
 from atoll.convert import check_out
 from atoll.convert.ledger import spacing_of
 from atoll.convert.tables import DIFFUSERS_PIXART, expand
 from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT
-from atoll.networks.stored import CONFIG
 from atoll.storage import write_json, write_whole
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -46,7 +46,7 @@ _ORIGINAL_TRUNK = {  # facebookresearch's DiT, from which SiT and PixArt-alpha d
     "out": "final_layer.linear",
 }
 _BLOCK = "transformer_blocks.{i}"
-_DIFFUSERS_TRUNK = {
+_DIFFUSERS_TRUNK: Table = {
     "patch_embed": "pos_embed.proj",
     "blocks.{i}.attention.qkv": (f"{_BLOCK}.attn1.to_q", f"{_BLOCK}.attn1.to_k", f"{_BLOCK}.attn1.to_v"),
     "blocks.{i}.attention.out": f"{_BLOCK}.attn1.to_out.0",

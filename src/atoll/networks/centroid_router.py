@@ -10,11 +10,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from atoll.config import check_counts
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
 from atoll.networks.stored import Stored
 
-LEAST_VARIANCE = 1e-6  # a cluster of equal pictures has none, and no density
+LEAST_VARIANCE = 1e-6  # a cluster of equal images has none, and no density
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,7 @@ class CentroidRouterConfig:
     router is too sure of itself; unlike a temperature, this leaves shares and text as they are."""
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "in_channels", "input_size", "text_dim"):
-            value = getattr(self, name)
-            if not (name == "text_dim" and value is None) and (type(value) is not int or not 1 <= value <= 65536):
-                raise InputError(f"{name} must be a whole number from 1 to 65536, but is {value!r}")
+        check_counts(self, num_experts=65536, in_channels=65536, input_size=65536, text_dim=65536)
         if not 0 < self.image_scale <= 1:
             raise InputError(f"image_scale must lie in (0, 1], but is {self.image_scale!r}")
 
@@ -73,79 +71,56 @@ class CentroidRouter(Stored):
         shrinkage: float = 0.1,
         image_scale: float = 1.0,
     ) -> Self:
-        """From each cluster's mean latent[K, C, S, S], variance around it[K] (the mean over dimensions) and size[K].
+        """Returns the router of each cluster's mean latent[K, C, S, S], variance around it[K] and size[K].
 
-        For the text, each cluster's mean of the texts' mean tokens[K, D], and their covariance within clusters: [D] or
-        [D, D], of which `shrinkage` is replaced by its mean variance, so that it can be inverted.
+        For the text, each cluster's mean of the texts' mean tokens[K, D], and their covariance[D, D] within clusters,
+        of which `shrinkage` is replaced by its mean variance, so that it can be inverted.
         """
-        if means.dim() != 4 or means.shape[2] != means.shape[3]:
-            raise InputError(f"the mean latents must have shape [clusters, C, S, S], but have {list(means.shape)}")
-        num = len(means)
-        if variances.shape != (num,) or counts.shape != (num,) or (text_means is not None and len(text_means) != num):
-            raise InputError(f"there are {num} mean latents: give as many variances, counts and mean texts")
-        if not bool((variances >= 0).all()) or not bool((counts >= 0).all()) or not bool(counts.sum() > 0):
-            raise InputError("variances and counts must not be negative, and some cluster must have a picture")
+        num, channels, size, _ = means.shape
         dim = None if text_means is None else text_means.shape[1]
-        router = cls(CentroidRouterConfig(num, means.shape[1], means.shape[2], dim, image_scale)).to(means.dtype)
+        router = cls(CentroidRouterConfig(num, channels, size, dim, image_scale)).to(means.dtype)
         router.means.copy_(means)
-        router.variances.copy_(variances.clamp_min(LEAST_VARIANCE))
+        router.variances.copy_(variances.clamp_min(LEAST_VARIANCE))  # a mean over dimensions
         router.shares.copy_(counts.double() / counts.sum())
         if text_means is not None:
-            if text_covariance is None or text_covariance.shape not in ((dim,), (dim, dim)):
-                raise InputError(f"mean texts of width {dim} need a covariance of shape [{dim}] or [{dim}, {dim}]")
-            try:
-                weight = torch.linalg.solve(_shrunk(text_covariance.double(), shrinkage), text_means.double().T).T
-            except RuntimeError as error:  # torch.linalg.LinAlgError, which torch does not export
-                raise InputError("the texts' covariance has no inverse: give more shrinkage") from error
+            assert text_covariance is not None
+            covariance = text_covariance.double()
+            level = covariance.diagonal().mean().clamp_min(LEAST_VARIANCE)
+            eye = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+            shrunk = (1 - shrinkage) * covariance + shrinkage * level * eye  # [D, D]
+            weight = torch.linalg.solve(shrunk, text_means.double().T).T  # [K, D]
             router.text_weight.copy_(weight)
             router.text_bias.copy_(-0.5 * (weight * text_means).sum(1))
-        for name, values in router.named_buffers():
-            if not bool(torch.isfinite(values).all()):
-                raise InputError(f"the {name} hold values that are not finite: measure the clusters again")
         return router.eval()
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The text's part of the logits[B, K], from tokens[B, L, text_dim] with mask[B, L]."""
-        if self.config.text_dim is None:
-            raise InputError("this router was built without text (text_dim is None): pass no text to it")
-        if tokens.dim() != 3 or tokens.shape[2] != self.config.text_dim:
-            raise InputError(
-                f"text must have shape [batch, length, {self.config.text_dim}], but has {list(tokens.shape)}"
-            )
+        """Returns the text's part of the logits[B, K], from tokens[B, L, text_dim] with mask[B, L]."""
+        assert self.config.text_dim is not None, (
+            "this router was built without text (text_dim is None): pass none to it"
+        )
         return mean_token(tokens.to(self.means), mask) @ self.text_weight.T + self.text_bias
 
     def forward(self, x: Tensor, t: Tensor, text: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Logits[B, K]; x[B, C, S, S], t[B] or 0-d, text[B, L, text_dim] with mask[B, L], or read already [B, K].
+        """Returns logits[B, K]; x[B, C, S, S], t[B] or 0-d, text[B, L, text_dim] with mask[B, L], or read [B, K].
 
         A router that knows texts can do without one: then it judges by the latent alone.
         """
-        config = self.config
-        if x.dim() != 4 or x.shape[1:] != self.means.shape[1:]:
-            shape = [config.in_channels, config.input_size, config.input_size]
-            raise InputError(f"x must have shape [batch, {str(shape)[1:]}, but has {list(x.shape)}")
+        right = x.dim() == 4 and x.shape[1:] == self.means.shape[1:]
+        assert right, f"x must have shape [batch, *{list(self.means.shape[1:])}], but has {list(x.shape)}"
         alpha, sigma, _, _ = LINEAR(t).broadcast(x)
         off = x[:, None] - alpha.reshape(-1, 1, 1, 1, 1) * self.means  # [B, K, C, S, S]
         variance = alpha.reshape(-1, 1) ** 2 * self.variances + sigma.reshape(-1, 1) ** 2  # [B or 1, K]
-        square = (off**2).flatten(2).sum(2)
+        square = (off**2).flatten(2).sum(2)  # [B, K]
         density = -0.5 * (square / variance + self.means[0].numel() * torch.log(variance))
-        logits = torch.log(self.shares) + config.image_scale * density
+        logits = torch.log(self.shares) + self.config.image_scale * density
         if text is None:
             return logits
         return logits + (self.read_text(text, mask) if text.dim() == 3 else text)
 
 
 def mean_token(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The mean of each text's real tokens: [B, D]."""
+    """Returns the mean of each text's real tokens: [B, D]."""
     if mask is None:
         return tokens.mean(1)
     real = mask.to(tokens)
     return (tokens * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp_min(1)
-
-
-def _shrunk(covariance: Tensor, shrinkage: float) -> Tensor:
-    """[D, D], part of it replaced by its mean variance."""
-    if not 0 <= shrinkage <= 1:
-        raise InputError(f"shrinkage must lie in [0, 1], but is {shrinkage!r}")
-    whole = torch.diag(covariance) if covariance.dim() == 1 else covariance
-    level = whole.diagonal().mean().clamp_min(LEAST_VARIANCE)
-    return (1 - shrinkage) * whole + shrinkage * level * torch.eye(len(whole), dtype=whole.dtype, device=whole.device)

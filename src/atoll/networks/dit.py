@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from atoll.config import check_choices, check_counts
 from atoll.diffusion.schedules import check_times
-from atoll.errors import InputError, shown, unknown
+from atoll.errors import InputError, shown
 from atoll.networks.stored import Stored
 
-TEXT_PROJECTIONS = ("linear", "mlp")
-ADALNS = ("single", "block")
 NUM_FREQUENCIES = 256
 MAX_LATENTS, MAX_TOKENS = 2**24, 2**16  # numbers and tokens per sample: pictures of 8192 pixels a side and more
 
@@ -43,17 +42,15 @@ class TrunkConfig:
     frequency_shift: int = 0  # 1: the slowest wave is exactly 10,000 times slower, as diffusers has it for DiT
 
     def __post_init__(self) -> None:
-        limits = {"input_size": 4096, "in_channels": 4096, "patch_size": 256, "hidden_size": 65536, "depth": 1024}
-        for name, most in {**limits, "num_heads": 1024, "text_dim": 65536}.items():
-            value = getattr(self, name)
-            if name == "text_dim" and value is None:
-                continue
-            if type(value) is not int or not 1 <= value <= most:
-                raise InputError(f"{name} must be a whole number from 1 to {most}, but is {shown(value)}")
+        check_counts(
+            self, input_size=4096, in_channels=4096, patch_size=256, hidden_size=65536, depth=1024, num_heads=1024,
+            text_dim=65536,
+        )  # fmt: skip
         for name in ("mlp_ratio", "time_scale"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.01 <= value <= 1e6:
                 raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {shown(value)}")
+        check_choices(self, text_projection=("linear", "mlp"), adaln=("single", "block"), frequency_shift=(0, 1))
         if self.in_channels * self.input_size**2 > MAX_LATENTS or self.num_tokens > MAX_TOKENS:
             raise InputError(
                 f"{self.in_channels} x {self.input_size} x {self.input_size} latents in patches of {self.patch_size} "
@@ -65,12 +62,6 @@ class TrunkConfig:
             raise InputError(
                 f"hidden_size {self.hidden_size} must be a multiple of 4 and of num_heads {self.num_heads}"
             )
-        if self.text_projection not in TEXT_PROJECTIONS:
-            raise unknown("text_projection", self.text_projection, TEXT_PROJECTIONS)
-        if self.adaln not in ADALNS:
-            raise unknown("adaln", self.adaln, ADALNS)
-        if type(self.frequency_shift) is not int or self.frequency_shift not in (0, 1):
-            raise InputError(f"frequency_shift must be 0 or 1, but is {shown(self.frequency_shift)}")
 
     @property
     def num_tokens(self) -> int:
@@ -85,9 +76,7 @@ class DiTConfig(TrunkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        value = self.out_channels
-        if value is not None and (type(value) is not int or not 1 <= value <= 4096):
-            raise InputError(f"out_channels must be a whole number from 1 to 4096, or None, but is {shown(value)}")
+        check_counts(self, out_channels=4096)
 
 
 class TextContext(NamedTuple):
@@ -143,17 +132,14 @@ class Block(nn.Module):
         inner = int(width * config.mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width))
 
-    def forward(
-        self, h: Tensor, time: Tensor, keys: Tensor | None, values: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, h: Tensor, time: Tensor, text: tuple[Tensor, Tensor, Tensor | None] | None) -> Tensor:
         """`time` is c of Eq. 14, [B, 6, d], or what a block with a map of its own takes, [B, d]."""
         six = self.time_block(time).unflatten(1, (6, -1)) if self.own_time else time + self.modulation  # [B, 6, d]
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = six.unsqueeze(2).unbind(1)  # [B, 1, d]
         h = torch.addcmul(h, gate, self.attention(modulated_norm(h, shift, scale)))
         if self.cross is not None:
-            assert keys is not None
-            assert values is not None
-            h = h + self.cross(plain_norm(h) if self.cross_norm else h, keys, values, mask)
+            assert text is not None
+            h = h + self.cross(plain_norm(h) if self.cross_norm else h, *text)
         return torch.addcmul(h, mlp_gate, self.mlp(modulated_norm(h, mlp_shift, mlp_scale)))
 
 
@@ -162,7 +148,7 @@ def plain_norm(h: Tensor) -> Tensor:
 
 
 def modulated_norm(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """LN(h) * (1 + scale) + shift."""
+    """Returns LN(h) * (1 + scale) + shift."""
     if len(scale) == 1:  # one time for the whole batch: the modulation is the affine part of the norm itself
         return F.layer_norm(h, h.shape[-1:], weight=1 + scale.flatten(), bias=shift.flatten(), eps=1e-6)
     return torch.addcmul(shift, plain_norm(h), 1 + scale)
@@ -183,7 +169,7 @@ class TimeEmbedding(nn.Module):
 
 
 def frequencies(shift: int = 0, device: torch.device | None = None) -> Tensor:
-    """Of the waves that a network sees of its scaled time, falling from 1: [128]."""
+    """Returns those of the waves that a network sees of its scaled time, falling from 1: [128]."""
     half = NUM_FREQUENCIES // 2
     powers = -math.log(10_000) * torch.arange(half, device=device, dtype=torch.float32)
     return torch.exp(powers / (half - shift))
@@ -199,9 +185,8 @@ class Trunk(Stored):
         self.patch_embed = nn.Linear(config.in_channels * patch**2, width)
         self.positions = nn.Parameter(torch.empty(config.num_tokens, width), requires_grad=False)
         self.time_embed = TimeEmbedding(width, config.time_scale, config.frequency_shift)
-        self.time_block = None  # MLP_global of Eq. 14, after a SiLU
-        if config.adaln == "single":
-            self.time_block = nn.Linear(width, 6 * width)
+        # MLP_global of Eq. 14, after a SiLU
+        self.time_block = nn.Linear(width, 6 * width) if config.adaln == "single" else None
         self.text_embed: nn.Module | None = None
         if config.text_dim is not None:
             self.text_embed = nn.Linear(config.text_dim, width)
@@ -212,7 +197,7 @@ class Trunk(Stored):
         self.gradient_checkpointing = False
 
     def reset_parameters(self) -> None:
-        """Fresh weights, as PixArt-alpha starts: near the identity, and deaf to the text."""
+        """Draws fresh weights, as PixArt-alpha starts: near the identity, and deaf to the text."""
         width = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -233,84 +218,74 @@ class Trunk(Stored):
             self.positions.copy_(sincos_positions(width, self.config.input_size // self.config.patch_size))
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
-        """The keys and values of each block for tokens[B, L, text_dim], mask[B, L] True where there is a token.
+        """Returns each block's keys and values for tokens[B, L, text_dim], mask[B, L] True where there is a token.
 
         No work is done on padding: the projections see only real tokens, attention only the longest text. How many that
         are is a question to the device; where that hurts (CUDA graphs, torch.compile) read the text outside.
         """
-        config = self.config
-        if self.text_embed is None:
-            raise InputError("this network was built without text (text_dim is None): pass no text to it")
-        if tokens.dim() != 3 or tokens.shape[2] != config.text_dim or 0 in tokens.shape:
-            raise InputError(f"text must have shape [batch, length, {config.text_dim}], but has {list(tokens.shape)}")
-        self._check_dtype("text", tokens)
+        dim = self.config.text_dim
+        assert self.text_embed is not None, "this network was built without text (text_dim is None): pass no text to it"
+        assert tokens.dim() == 3, f"text must have shape [batch, length, {dim}], but has {list(tokens.shape)}"
+        assert tokens.shape[2] == dim, f"text must be {dim} wide, but is {tokens.shape[2]}"
         if mask is not None:
-            tokens, mask = _without_padding(tokens, mask)
+            assert mask.shape == tokens.shape[:2], f"the text mask has shape {list(mask.shape)}, not that of the text"
+            mask = mask.bool()
+            assert bool(mask.any(1).all()), "a text has no token at all: encode the empty string, which has one"
+            length = int(mask.any(0).nonzero()[-1]) + 1
+            tokens, mask = tokens[:, :length], mask[:, :length]  # cut to the longest text
+            if bool(mask.all()):
+                mask = None  # there is nothing to hide
         real = tokens if mask is None else tokens[mask]  # [B, L, text_dim] or [all real tokens, text_dim]
-        real = self.text_embed(real)
+        real = self.text_embed(real)  # [..., d]
 
         def keys_values(block: Block) -> tuple[Tensor, Tensor]:
             assert block.cross is not None
             kv = block.cross.kv(real)  # [..., 2d]
             if mask is not None:
                 kv = kv.new_zeros(*mask.shape, kv.shape[-1]).masked_scatter(mask[..., None], kv)  # [B, L, 2d]
-            keys, values = kv.unflatten(2, (2, config.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, L, d/H]
+            keys, values = kv.unflatten(2, (2, self.config.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, L, d/H]
             return keys, values
 
-        return TextContext(
-            tuple(keys_values(block) for block in self.blocks), None if mask is None else mask[:, None, None]
-        )
+        mask_of_keys = None if mask is None else mask[:, None, None]  # [B, 1, 1, L]
+        return TextContext(tuple(keys_values(block) for block in self.blocks), mask_of_keys)
 
     def run_blocks(self, h: Tensor, t: Tensor, text: TextContext | None) -> tuple[Tensor, Tensor]:
-        """h[B, tokens, d] through all blocks, and tau(t)[B or 1, d]."""
+        """Returns h[B, tokens, d] after all blocks, and tau(t)[B or 1, d]."""
         tau = self.time_embed(t.reshape(-1))
         time = F.silu(tau)  # [B or 1, d]
         if self.time_block is not None:
             time = self.time_block(time).unflatten(1, (6, -1))  # c of Eq. 14: [B or 1, 6, d]
         for i, block in enumerate(self.blocks):
-            keys, values = (None, None) if text is None else text.keys_values[i]
-            mask = None if text is None else text.mask
+            own_text = None if text is None else (*text.keys_values[i], text.mask)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, h, time, keys, values, mask, use_reentrant=False)
+                h = checkpoint(block, h, time, own_text, use_reentrant=False)
             else:
-                h = block(h, time, keys, values, mask)
+                h = block(h, time, own_text)
         return h, tau
 
     def embed(self, x: Tensor) -> Tensor:
-        """x[B, C, S, S] as tokens with their places: [B, N, d]."""
+        """Returns x[B, C, S, S] as tokens with their places: [B, N, d]."""
         patch = self.config.patch_size
         x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/p, p, S/p, p]
         patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, N, C p p]
-        return self.patch_embed(patches) + self.positions
+        return self.patch_embed(patches) + self.positions  # [B, N, d]
 
     def take(self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None) -> TextContext | None:
-        """Check the arguments of a forward pass, and read the text if that has not been done."""
+        """Checks the arguments of a forward pass, and reads the text if that has not been done."""
         size, channels = self.config.input_size, self.config.in_channels
-        if x.dim() != 4 or x.shape[1:] != (channels, size, size):
-            raise InputError(f"x must have shape [batch, {channels}, {size}, {size}], but has {list(x.shape)}")
-        if t.dim() > 1 or (t.dim() == 1 and len(t) not in (1, len(x))):
-            raise InputError(f"t must be one time or one for each of the {len(x)} samples, but has {list(t.shape)}")
+        right = x.dim() == 4 and x.shape[1:] == (channels, size, size)
+        assert right, f"x must have shape [batch, {channels}, {size}, {size}], but has {list(x.shape)}"
+        assert t.shape in ((), (1,), (len(x),)), f"t must be one time or {len(x)}, but has shape {list(t.shape)}"
         check_times(t)
-        self._check_dtype("x", x)
-        if text is None:
-            if self.text_embed is not None:
-                raise InputError("this network needs a text: for none, encode the empty string")
-            return None
         if isinstance(text, Tensor):
             text = self.read_text(text, mask)
-        elif mask is not None:
-            raise InputError("a text that has been read carries its own mask: pass none beside it")
-        if not isinstance(text, TextContext) or len(text.keys_values) != self.config.depth or self.text_embed is None:
-            raise InputError("the text was not read by this network: pass it through its read_text")
+        if text is None:
+            assert self.text_embed is None, "this network needs a text: for none, encode the empty string"
+            return None
+        assert len(text.keys_values) == self.config.depth, "the text was not read by this network: use its read_text"
         num_texts = len(text.keys_values[0][0])
-        if num_texts not in (1, len(x)):
-            raise InputError(f"there are {num_texts} texts for {len(x)} samples: give one for all or one for each")
+        assert num_texts in (1, len(x)), f"there are {num_texts} texts for {len(x)} samples: give one for all or each"
         return text
-
-    def _check_dtype(self, name: str, values: Tensor) -> None:
-        own = self.patch_embed.weight.dtype
-        if values.dtype != own and not torch.is_autocast_enabled(values.device.type):
-            raise InputError(f"{name} has dtype {values.dtype} but the network has {own}: convert one of them")
 
 
 class DiT(Trunk):
@@ -360,27 +335,10 @@ class DiT(Trunk):
 
 
 def sincos_positions(width: int, side: int, step: float = 1.0) -> Tensor:
-    """Fixed sines and cosines of each token's column, then of its row, `step` apart: [side * side, width]."""
+    """Returns fixed sines and cosines of each token's column, then of its row, `step` apart: [side * side, width]."""
     # On the CPU even for a network without memory: see encoders/text.py.
     powers = torch.arange(width // 4, dtype=torch.float64, device="cpu") / (width / 4)
     angle = step * torch.arange(side, dtype=torch.float64, device="cpu")[:, None] / 10_000**powers
     waves = torch.cat([torch.sin(angle), torch.cos(angle)], 1)  # [side, d/2]
     columns, rows = waves.repeat(side, 1), waves.repeat_interleave(side, 0)
     return torch.cat([columns, rows], 1).float()
-
-
-def _without_padding(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The batch cut to its longest text, and no mask where that leaves nothing to hide."""
-    if mask.shape != tokens.shape[:2]:
-        raise InputError(f"the text mask must have shape {list(tokens.shape[:2])}, but has {list(mask.shape)}")
-    if mask.is_floating_point() or (mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any())):
-        raise InputError("the text mask must be True or 1 where there is a token and False or 0 elsewhere")
-    mask = mask.bool()
-    if not bool(mask.any(1).all()):
-        row = int((~mask.any(1)).nonzero()[0])
-        raise InputError(
-            f"text {row} of the batch has no token at all: encode the empty string, which has at least one"
-        )
-    length = int(mask.any(0).nonzero()[-1]) + 1
-    tokens, mask = tokens[:, :length], mask[:, :length]
-    return tokens, None if bool(mask.all()) else mask

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from atoll.cards import ExpertCard
+from atoll.cards import CONFIG, ExpertCard
 from atoll.config import build
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.transfer import Calibration, Conversion, Transfer
 from atoll.errors import InputError
 from atoll.networks.dit import DiT
-from atoll.networks.stored import CONFIG, WEIGHTS, folder_of
+from atoll.networks.stored import WEIGHTS, folder_of
 from atoll.networks.text_prior import TextPrior
 from atoll.storage import reason_of, write_whole
 from atoll.tensors import read_tensors
@@ -45,62 +45,56 @@ class Expert:
     guidance: float = 1.0  # that it has learned, so that none is needed to sample; 1: none
 
     def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
-        """How its outputs become canonical velocities."""
+        """Returns how its outputs become canonical velocities."""
         chosen = None if conversion is None else Conversion(conversion)
         return Transfer(self.objective.prediction, self.objective.path, chosen, self.calibration)
 
     def save(self, folder: str | Path) -> None:
-        """Write the folder; config.json comes last, so that what it promises is there."""
-        folder = Path(folder)
+        """Writes the folder; config.json comes last, so that what it promises is there."""
+        folder, files = Path(folder), []
         if self.calibration is not None:
-            found = self.calibration
-            tensors = {"log_snr": found.log_snr, "gain": found.gain, "mean": found.mean.float().contiguous()}
-            if self.prior is not None:
-                for name in ("weight", "centre", "null"):
-                    tensors[f"text_{name}"] = getattr(self.prior, name).contiguous()
-                tensors["text_limit"] = torch.tensor(self.prior.limit, dtype=torch.float64)
+            known, prior = self.calibration, self.prior
+            tensors = {"log_snr": known.log_snr, "gain": known.gain, "mean": known.mean.float().contiguous()}
+            if prior is not None:
+                tensors |= {f"text_{name}": getattr(prior, name).contiguous() for name in ("weight", "centre", "null")}
+                tensors["text_limit"] = torch.tensor(prior.limit, dtype=torch.float64)
             write_whole(folder / CALIBRATION, lambda staged: save_file(tensors, staged))
-        card = {
+            files = [CALIBRATION]
+        names = ("latent_space", "text_encoder", "data", "training", "init", "license")
+        self.network.card = {
             "objective": asdict(self.objective),
-            "latent_space": dict(self.latent_space),
-            "text_encoder": dict(self.text_encoder),
-            "data": dict(self.data),
-            "training": dict(self.training),
-            "init": None if self.init is None else dict(self.init),
-            "license": self.license,
-            "calibration": None if self.calibration is None else CALIBRATION,
+            **{name: getattr(self, name) for name in names},
+            "calibration": CALIBRATION if files else None,
             **({} if self.guidance == 1 else {"guidance": self.guidance}),
         }
-        self.network.card = card
-        self.network.save_pretrained(folder, [] if self.calibration is None else [CALIBRATION])
+        self.network.save_pretrained(folder, files)
 
     @classmethod
     def load(cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> "Expert":
-        """From a folder or a hub id; every key and value is checked."""
+        """Returns the expert in a folder or of a hub id; every key and value is checked."""
         path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
         network = DiT.from_pretrained(path, dtype=dtype)
         for key in ("objective", "latent_space", "text_encoder"):
             if network.card.get(key) is None:
                 raise InputError(f"{path / CONFIG} has no {key!r}: it holds a bare network, not an expert")
         card = ExpertCard.parse(network.card, str(path / CONFIG))
-        config, shape = network.config, card.latent_space.shape
-        if shape != [config.in_channels, config.input_size, config.input_size]:
-            raise InputError(f"{path / CONFIG} has latents {shape}, which its architecture does not take")
-        calibration, prior = (None, None) if card.calibration is None else read_calibration(path / CALIBRATION)
         objective = build(Objective, card.objective, f"the objective in {path / CONFIG}")
-        if calibration is not None and list(calibration.mean.shape) != shape:
-            raise InputError(f"{path / CALIBRATION} is of latents {list(calibration.mean.shape)}, not {shape}")
+        calibration, prior = (None, None) if card.calibration is None else read_calibration(path / CALIBRATION)
+        config = network.config
+        for file, shape in ((CONFIG, card.latent_space.shape), (CALIBRATION, calibration and calibration.mean.shape)):
+            if shape and list(shape) != [config.in_channels, config.input_size, config.input_size]:
+                raise InputError(f"{path / file} is of latents {list(shape)}, which the architecture does not take")
         about = {key: value for key, value in network.card.items() if key not in ("objective", "calibration")}
-        return cls(network, objective, **{**about, "calibration": calibration, "prior": prior})
+        return cls(network, objective, **about, calibration=calibration, prior=prior)
 
 
 def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:
     tensors = read_tensors(path, f"the expert's {CONFIG} names it, so copy it again from its source")
     try:
-        found = Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
+        calibration = Calibration(tensors["log_snr"], tensors["gain"], tensors["mean"])
         if "text_weight" not in tensors:
-            return found, None
+            return calibration, None
         weight, centre, null, limit = (tensors[f"text_{name}"] for name in ("weight", "centre", "null", "limit"))
-        return found, TextPrior(found.mean, weight, centre, null, float(limit))
+        return calibration, TextPrior(calibration.mean, weight, centre, null, float(limit))
     except (KeyError, RuntimeError, TypeError) as error:  # a tensor is not there, or of another shape
         raise InputError(f"{path} is damaged ({reason_of(error)}): copy it again from its source") from error

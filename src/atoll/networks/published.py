@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.cards import CONFIG, is_plain
 from atoll.errors import InputError, printable, shown
-from atoll.networks.stored import CONFIG
 from atoll.storage import digest_of, open_regular, read_json, real_path, reason_of
 from atoll.tensors import MAX_DIMS, check_memory, read_tensors
 
@@ -31,7 +31,6 @@ NAMES = ("diffusion_pytorch_model", "pytorch_model", "model")
 MAX_PICKLE = 8 << 20  # bytes; that of DiT-XL/2 with its EMA and the state of its optimiser has half a million
 AGAIN, ALONE = "download it again", "give a file that holds tensors alone"
 OBJECTS = f"holds a program or other objects, which are not read: {ALONE}"
-TOO_MUCH = f"says more beside its tensors than {MAX_PICKLE >> 20} MB: {ALONE}"
 SHARED = 4  # weights may share memory, as tied ones do, but not so that they are this many times as large as the file
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files from before torch 1.6 begin with
 
@@ -86,21 +85,18 @@ def _read_folder(root: Path) -> Source:
                 weights, args, wrapper = _read_file(file, root)
                 return Source(folder, weights, digest_of(file, root), config, args, wrapper)
     if (folder / "expert_0").is_dir():
-        raise InputError(
-            f"{folder} holds several parts: give one of them, such as {folder / 'expert_0'}, or --to model"
-        )
+        raise InputError(f"{folder} holds several parts: give one of them, such as its expert_0, or --to model")
     raise InputError(f"{folder} holds no weights: it should have {NAMES[0]}.safetensors beside its {CONFIG}")
 
 
 def shard_names(index: Path, root: Path | None = None) -> list[str]:
     """Returns the files that an index of a model in several names, all of them in its own folder."""
     table = read_json(index, AGAIN, root).get("weight_map")
-    if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table.values()):
-        raise InputError(f"{index} has no table 'weight_map' of files: {AGAIN}")
-    for name in sorted(set(table.values())):
-        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+    names: list[Any] = list(table.values()) if isinstance(table, Mapping) else [None]
+    for name in names:
+        if not is_plain(name) or not name.endswith(".safetensors"):
             raise InputError(f"{index} names a file outside its folder or of another kind, {shown(name)}: {AGAIN}")
-    return sorted(set(table.values()))
+    return sorted(set(names))
 
 
 def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
@@ -108,12 +104,8 @@ def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor],
     try:
         with open_regular(path, root) as file:
             start, size = file.read(9), os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise InputError(f"there is no {path}: give a checkpoint's file, or the folder of one") from error
     except OSError as error:
-        raise InputError(
-            f"cannot read {path} ({reason_of(error)}): give a file that is there and may be read"
-        ) from error
+        raise InputError(f"cannot read {path} ({reason_of(error)}): give a checkpoint's file or folder") from error
     # First of all safetensors: the length that they begin with may look like a pickle's first byte.
     if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < size + 2**27:
         return _finite(read_tensors(path, AGAIN, root), path), {}, None
@@ -123,9 +115,8 @@ def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor],
         # Into memory of their own: a mapped file that is cut short kills the process that reads it.
         own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
         return _finite(own, path), args, wrapper
-    what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched"}.get(start[:1])
-    what = what or ("empty" if not start else "neither a torch checkpoint nor a safetensors file")
-    raise InputError(f"{path} is {what}: {AGAIN}")
+    what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched", b"": "empty"}
+    raise InputError(f"{path} is {what.get(start[:1], 'neither a torch checkpoint nor a safetensors file')}: {AGAIN}")
 
 
 # --- pickles ------------------------------------------------------------------------------------------------------
@@ -138,7 +129,7 @@ def _unpickled(path: Path, root: Path | None) -> Any:
             zipped = file.read(4) == b"PK\3\4"
             content = (_zipped_pickle if zipped else _legacy_pickle)(file, path)
         if len(content) > MAX_PICKLE:
-            raise InputError(f"{path} {TOO_MUCH}")
+            raise InputError(f"{path} says more beside its tensors than {MAX_PICKLE >> 20} MB: {ALONE}")
         if b"\nbytearray\n" in content:  # the one function torch allows that takes as much memory as it is told to
             raise InputError(f"{path} {OBJECTS}")
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
@@ -168,10 +159,8 @@ def _zipped_pickle(file: BufferedReader, path: Path) -> bytes:
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if packed or sum(entry.file_size for entry in entries) > size:
             raise InputError(f"{path} is packed, as torch never saves tensors: unpack it, or give another copy")
-        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
-        if sum(entry.file_size for entry in pickles) > MAX_PICKLE:
-            raise InputError(f"{path} {TOO_MUCH}")
-        return b"".join(archive.read(entry) for entry in pickles)
+        (content,) = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        return archive.open(content).read(MAX_PICKLE + 1)
 
 
 def _legacy_pickle(file: BufferedReader, path: Path) -> bytes:
@@ -186,7 +175,20 @@ def _legacy_pickle(file: BufferedReader, path: Path) -> bytes:
     return content.getvalue()[: content.tell()]
 
 
-def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
+def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
+    """Finds the weights in what a file held: themselves, or under a key beside an optimiser's state."""
+    args: Any = content.get("args") if isinstance(content, Mapping) else None
+    args = vars(args) if isinstance(args, argparse.Namespace) else args
+    wrapper = None
+    if isinstance(content, Mapping):
+        wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
+    weights = content if wrapper is None else content[wrapper]
+    if not isinstance(weights, Mapping) or not weights or not all(isinstance(key, str) for key in weights):
+        raise InputError(f"{path} holds no tensors by name: give a checkpoint with a state dict in it")
+    return dict(weights), args if isinstance(args, Mapping) else {}, wrapper
+
+
+def _check_plain(weights: Mapping[str, Any], path: Path, size: int) -> None:
     """Refuses tensors of other kinds, and those that claim more memory than the file has bytes: by strides of 0, say.
 
     Their bytes are counted by shape, which is what a copy takes.
@@ -195,9 +197,7 @@ def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
     for name, tensor in weights.items():
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
         if not plain or tensor.device.type != "cpu" or tensor.is_quantized or tensor.dim() > MAX_DIMS:
-            raise InputError(
-                f"{printable(name, 100)} in {path} is no plain dense tensor: give a checkpoint of such tensors alone"
-            )
+            raise InputError(f"{printable(name, 100)} in {path} is no plain dense tensor: {ALONE}")
         num_bytes = tensor.numel() * tensor.itemsize
         total += num_bytes
         if num_bytes > tensor.untyped_storage().nbytes() or total > SHARED * size:
@@ -205,25 +205,6 @@ def _check_plain(weights: Mapping[str, Tensor], path: Path, size: int) -> None:
                 f"{printable(name, 100)} in {path} claims more numbers than the file has: it is damaged, {AGAIN}"
             )
     check_memory(total, str(path))
-
-
-def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
-    """Finds the weights in what a file held: themselves, or under a key beside an optimiser's state."""
-    args: Any = {}
-    wrapper = None
-    if isinstance(content, Mapping):
-        args = content.get("args", {})
-        args = vars(args) if isinstance(args, argparse.Namespace) else args
-        wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
-    weights = content if wrapper is None else content[wrapper]
-    if not isinstance(weights, Mapping) or not weights or not all(isinstance(key, str) for key in weights):
-        raise InputError(f"{path} holds no tensors by name: give a checkpoint with a state dict in it")
-    other = next((key for key, value in weights.items() if not isinstance(value, Tensor)), None)
-    if other is not None:
-        raise InputError(
-            f"{path} is no state dict, its {shown(other)} is not a tensor: give a checkpoint with one in it"
-        )
-    return dict(weights), args if isinstance(args, Mapping) else {}, wrapper
 
 
 def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import InputError, shown, unknown
+from atoll.config import check_choices, check_counts
 from atoll.networks.dit import TextContext, Trunk, TrunkConfig, plain_norm
-
-HEADS = ("linear", "mlp")
-MAX_EXPERTS = 65536
 
 
 @dataclass(frozen=True)
@@ -21,10 +18,8 @@ class RouterConfig(TrunkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_experts <= MAX_EXPERTS:
-            raise InputError(f"num_experts must be from 1 to {MAX_EXPERTS}, but is {shown(self.num_experts)}")
-        if self.head not in HEADS:
-            raise unknown("head", self.head, HEADS)
+        check_counts(self, num_experts=65536)
+        check_choices(self, head=("linear", "mlp"))
 
 
 class Router(Trunk):
@@ -36,8 +31,8 @@ class Router(Trunk):
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
-        self.class_token = nn.Parameter(torch.empty(config.hidden_size))
         width = config.hidden_size
+        self.class_token = nn.Parameter(torch.empty(width))
         self.head: nn.Module = nn.Linear(width, config.num_experts)
         if config.head == "mlp":
             act = nn.GELU(approximate="tanh")
@@ -55,10 +50,9 @@ class Router(Trunk):
     def forward(
         self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Logits[B, K]; the arguments are an expert's."""
+        """Returns logits[B, K]; the arguments are an expert's."""
         context = self.take(x, t, text, mask)
-        tokens = self.embed(x)  # [B, N, d]
-        h = torch.cat([self.class_token.expand(len(x), 1, -1), tokens], 1)  # [B, 1 + N, d]
+        h = torch.cat([self.class_token.expand(len(x), 1, -1), self.embed(x)], 1)  # [B, 1 + N, d]
         h, _ = self.run_blocks(h, t, context)
         token = h[:, 0]  # [B, d]
         return self.head(plain_norm(token) if self.config.head == "linear" else token)  # [B, K]

@@ -4,7 +4,7 @@ Near pure noise an expert's own x0 is its error divided by alpha, and the best a
 the text may mean. This is that mean, as far as it is linear in the text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,26 +38,24 @@ class TextPrior:
     @classmethod
     def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
         """From (mean tokens[n, text_dim], latents[n, C, S, S]); the ridge is the one that predicts every fifth best."""
-        parts = [_Sums(), _Sums()]
-        longest: list[Tensor] = []
+        learned, judge = _Sums(), _Sums()
+        tokens: list[Tensor] = []
         for pooled, latents in batches:
             off = (latents.double() - mean.double()).flatten(1)
             judges = torch.arange(len(pooled)) % EVERY == 0
-            for part, rows in zip(parts, (~judges, judges), strict=True):
+            for part, rows in ((learned, ~judges), (judge, judges)):
                 part.add(pooled[rows].double(), off[rows])
-            longest.append(pooled)
-        learned, judge = parts
+            tokens.append(pooled)
         everything = learned + judge
-        if learned.num < 2:
-            weight, centre = torch.zeros(null.shape[0], mean.numel(), dtype=torch.float64), everything.centre
-        else:
-            ridge = min(RIDGES, key=lambda trial: judge.error(learned.solve(trial), learned.centre))
-            weight, centre = everything.solve(ridge), everything.centre
-        limit = max(float(((pooled.double() - centre) @ weight).norm(dim=1).max()) for pooled in longest)
+        centre = everything.centre
+        weight = torch.zeros(null.shape[0], mean.numel(), dtype=torch.float64)
+        if learned.num > 1:
+            weight = everything.solve(min(RIDGES, key=lambda trial: judge.error(learned.solve(trial), learned.centre)))
+        limit = max(float(((pooled.double() - centre) @ weight).norm(dim=1).max()) for pooled in tokens)
         return cls(mean.float(), weight.float().view(-1, *mean.shape), centre.float(), null.float(), limit)
 
     def of(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The mean latent of texts tokens[B, L, text_dim] with mask[B, L]: [B, C, S, S]."""
+        """Returns the mean latent of texts tokens[B, L, text_dim] with mask[B, L]: [B, C, S, S]."""
         pooled = mean_token(tokens.to(self.centre), mask)
         off = torch.tensordot(pooled - self.centre, self.weight, 1)  # [B, C, S, S]
         # Unlike any caption of the cluster, a text is trusted the less the further it leads.
@@ -76,27 +74,23 @@ class TextPrior:
 class _Sums:
     """The moments that a regression needs, of any number of rows: num, sums of p, p p^T, p x^T, x, x^2."""
 
-    def __init__(self) -> None:
-        self.num = 0
-        self.sums: list[Tensor] = []
+    def __init__(self, num: int = 0, sums: Sequence[Tensor] = ()) -> None:
+        self.num, self.sums = num, sums
 
     def add(self, pooled: Tensor, off: Tensor) -> None:
-        new = [pooled.sum(0), pooled.T @ pooled, pooled.T @ off, off.sum(0), (off**2).sum()]
-        self.sums = [a + b for a, b in zip(self.sums, new, strict=True)] if self.sums else new
-        self.num += len(pooled)
+        rows = _Sums(len(pooled), [pooled.sum(0), pooled.T @ pooled, pooled.T @ off, off.sum(0), (off**2).sum()])
+        both = self + rows if self.sums else rows
+        self.num, self.sums = both.num, both.sums
 
     def __add__(self, other: "_Sums") -> "_Sums":
-        both = _Sums()
-        both.num = self.num + other.num
-        both.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
-        return both
+        return _Sums(self.num + other.num, [a + b for a, b in zip(self.sums, other.sums, strict=True)])
 
     @property
     def centre(self) -> Tensor:
         return self.sums[0] / max(self.num, 1)
 
     def solve(self, ridge: float) -> Tensor:
-        """The weight[text_dim, D] of the ridge regression of x on p - centre; x has no mean of its own."""
+        """Returns the weight[text_dim, D] of the ridge regression of x on p - centre; x has no mean of its own."""
         p, pp, px, x, _ = self.sums
         covariance = pp / self.num - torch.outer(p, p) / self.num**2
         cross = px / self.num - torch.outer(p, x) / self.num**2
@@ -104,7 +98,7 @@ class _Sums:
         return torch.linalg.solve(covariance + level * torch.eye(len(p), dtype=p.dtype), cross)
 
     def error(self, weight: Tensor, centre: Tensor) -> float:
-        """The sum of |x - weight (p - centre)|^2 over these rows."""
+        """Returns the sum of |x - weight (p - centre)|^2 over these rows."""
         p, pp, px, x, xx = self.sums
         moved = pp - torch.outer(p, centre) - torch.outer(centre, p) + self.num * torch.outer(centre, centre)
         cross = px - torch.outer(centre, x)
