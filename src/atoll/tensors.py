@@ -164,3 +164,18 @@ def check_memory(num_bytes: int, what: str) -> None:
             f"{what} needs {num_bytes / 1e9:,.0f} GB of memory, and this machine has {here / 1e9:,.0f}: "
             "use a larger machine, or check where it comes from"
         )
+
+
+def get_device(name: torch.device | str) -> torch.device:
+    """Returns the device of the name auto, cpu, cuda or cuda:N, if it is here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {str(name)!r}: give auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {str(name)!r} is not supported: give auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no {name} here: use cpu, or auto")
+    return device

@@ -1,6 +1,5 @@
 """`atoll prepare`."""
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +56,7 @@ def prepare(
         workers: Processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
     """
-    from atoll.data.prepare import PrepareSettings, damage_in
+    from atoll.data.prepare import PrepareSettings
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
@@ -66,8 +65,6 @@ def prepare(
     card = make(place, out, settings, workers, device=device)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))
     print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")
-    for line in damage_in(out):
-        warnings.warn(line, stacklevel=1)
     if counts.rejected:
         print(f"why: {out / 'rejected.jsonl'}")
     print(f"next: atoll partition {out} --experts 4")

@@ -14,6 +14,7 @@ import heapq
 import json
 import os
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +38,8 @@ from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.errors import InputError, printable, shown
-from atoll.storage import alone, digest_of, make_folder, open_regular, read_json, write_json, write_whole
+from atoll.storage import alone, digest_of, make_folder, read_json, write_json, write_whole
+from atoll.tensors import get_device
 
 Row = tuple[Item, CroppedImage]
 
@@ -46,7 +48,7 @@ BATCH = 64  # images at a time through the codec and the features
 SLOW_CHUNK = 32  # items per shard where each takes a second: a killed run loses what comes after its last shard
 NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 MAX_WORKERS = 1024
-MAX_SIZE = 4096  # pixels of a side
+BOUNDS = {"size": (8, 4096), "holdout": (0, 0.99), "max_aspect": (1, 1e6), "min_side": (1, 8192)}
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,10 @@ class PrepareSettings:
     license: str = "unknown"
 
     def __post_init__(self) -> None:
-        if not 8 <= self.size <= MAX_SIZE:
-            raise InputError(f"size must be from 8 to {MAX_SIZE} pixels, but is {self.size}")
-        if not 0 <= self.holdout < 1:
-            raise InputError(f"holdout must be a share in [0, 1), but is {self.holdout}")
-        if not 1 <= self.max_aspect <= 1e6:
-            raise InputError(f"max-aspect must lie between 1 and 1e6, but is {self.max_aspect}")
-        if self.min_side is not None and self.min_side < 1:
-            raise InputError(f"min-side must be at least 1 pixel, but is {self.min_side}")
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InputError(f"{name.replace('_', '-')} must be from {low:g} to {high:g}, but is {value}")
         if self.near_duplicates not in ("auto", "drop", "keep"):
             raise InputError(f"near-duplicates must be auto, drop or keep, but is {self.near_duplicates!r}")
 
@@ -201,7 +199,7 @@ def prepare(
     """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features."""
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
-    place, out = _device(device), Path(out)
+    place, out = get_device(device), Path(out)
     make_folder(out)
     with alone(out):
         text, features = make_text_encoder(settings.text), make_features(settings.features).to(place)
@@ -232,6 +230,8 @@ def prepare(
                 shutil.rmtree(out / folder)
             (out / DATASET).unlink()
             raise _nothing_left(source, Counter(json.loads(line)["reason"] for line in writer.rejected))
+        for entry in (json.loads(line) for line in writer.rejected if DAMAGED in line):
+            warnings.warn(f"{entry['key']}: {entry['reason']}", stacklevel=2)
         lines = "".join(line + "\n" for line in writer.rejected)
         write_whole(out / "rejected.jsonl", lambda staged: staged.write_text(lines, encoding="utf-8"))
         _save_whole(out, text)
@@ -243,16 +243,6 @@ def prepare(
         card = DatasetCard(**values, counts=Counts(**writer.counts), codec=codec_card, latent_shape=shape)
         write_json(out / DATASET, card.values())
         return card
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(0, device=device)
-        return device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"the device {name!r} cannot be used ({reason}): use auto, cpu or cuda") from error
 
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> Census:
@@ -332,25 +322,12 @@ def _tensor(pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def damage_in(out: Path) -> Iterator[str]:
-    """Yields what a finished data set lacks, since an archive or a table of its source is damaged."""
-    with open_regular(out / "rejected.jsonl") as file:
-        for line in file:
-            if DAMAGED.encode() in line:
-                entry = json.loads(line)
-                yield f"{entry['key']}: {entry['reason']}"
-
-
 def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
     [(fault, _)] = faults.most_common(1)
-    advice = "fix them"
-    if fault == "no caption":
-        advice = (
-            "add NAME.txt beside NAME.jpg, a metadata.jsonl, or --template 'a photo of a {label}' for class folders"
-        )
+    captions = "add NAME.txt beside NAME.jpg, a metadata.jsonl, or --template 'a photo of a {label}' for class folders"
     return InputError(
-        f"none of the {faults.total()} images tried of {source.place} can be used, "
-        f"mostly: {printable(fault, 200)}; {advice}"
+        f"none of the {faults.total()} images tried of {source.place} can be used, mostly: {printable(fault, 200)}; "
+        + (captions if fault == "no caption" else "fix them")
     )
 
 

@@ -94,18 +94,12 @@ class Shard:
             raise InputError(f"{self.path} has no column {name!r}: {AGAIN}")
         return self._entries[name]
 
-    def _read(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
+    def _read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """Returns the bytes of some spans of the file, each (start, size)."""
         number = _opened(self.path, self._root, self._version).fileno()
-        parts = []
-        for start, size in spans:
-            part = os.pread(number, size, start)
-            while len(part) < size:  # the system gives at most 2 GB at once
-                more = os.pread(number, size - len(part), start + len(part))
-                if not more:
-                    raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
-                part += more
-            parts.append(part)
+        parts = [os.pread(number, size, start) for start, size in spans]
+        if any(len(part) != size for part, (_, size) in zip(parts, spans, strict=True)):
+            raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
         return parts
 
 

@@ -120,7 +120,7 @@ class Settings:
 
     @property
     def torch_device(self) -> "torch.device":
-        from atoll.sampling.pipeline import get_device
+        from atoll.tensors import get_device
 
         return get_device(self.device)
 
