@@ -63,8 +63,9 @@ def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldo
         if num > NUM_DIGITS:
             raise InputError(f"there are {NUM_DIGITS} handwritten digits, and {num} were asked for: ask for fewer")
     assert num is not None
-    make_row = {"avatars": partial(_avatar, heldout=heldout), "shapes": _scene, "digits": _digit}[name]
-    return Examples(num, partial(make_row, size, seed))
+    if name == "avatars":
+        return Examples(num, partial(_avatar, size, seed, heldout=heldout))
+    return Examples(num, partial(_scene if name == "shapes" else _digit, size, seed))
 
 
 def _avatar(size: int, seed: int, i: int, heldout: str) -> Example:

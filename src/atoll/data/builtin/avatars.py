@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from atoll.errors import InputError
 
 Array = NDArray[np.float32]
 Point = tuple[float, float]
-T = TypeVar("T")
+Points = Sequence[Point]
 
 FRAME = 32  # the unit of every length below: an image is 32 units wide
 MIDDLE = FRAME / 2
@@ -105,7 +105,7 @@ def rgb(code: str) -> Array:
 
 
 def palette_of(attributes: Mapping[str, str], jitter: NDArray[np.float64] | None = None) -> Array:
-    """Returns the colour of each ink, [inks, 3]; jitter [3, 3] multiplies that of the body, the hat and the background."""
+    """Returns the colour of each ink, [inks, 3]; jitter [3, 3] multiplies those of body, hat and background."""
     body, hat, background = jitter if jitter is not None else np.ones((3, 3))
     inks = np.zeros((INKS, 3), np.float32)
     for ink, code in FIXED.items():
@@ -134,12 +134,10 @@ class Canvas:
         self.sheet = Image.new("L", (size * self.fine,) * 2)
         self.pen = ImageDraw.Draw(self.sheet)
 
-    def _at(self, points: Sequence[Point]) -> list[Point]:
+    def _at(self, points: Points) -> list[Point]:
         return [(x * self.scale - 0.5, (y - self.rise) * self.scale - 0.5) for x, y in points]
 
-    def ellipse(
-        self, centre: Sequence[Point], radii: Point | float, ink: int, line: int | None = None, width: float = 1
-    ) -> None:
+    def ellipse(self, centre: Points, radii: Any, ink: int, line: int | None = None, width: float = 1) -> None:
         """Draws an ellipse, with its line around it when one is given."""
         rx, ry = radii if isinstance(radii, tuple) else (radii, radii)
         if line is not None:
@@ -147,19 +145,19 @@ class Canvas:
         [(x, y)] = centre
         self.pen.ellipse(self._at([(x - rx, y - ry), (x + rx, y + ry)]), fill=ink)
 
-    def polygon(self, points: Sequence[Point], ink: int, line: int | None = None, width: float = 1) -> None:
+    def polygon(self, points: Points, ink: int, line: int | None = None, width: float = 1) -> None:
         if line is not None:
             self.stroke([*points, points[0]], line, 2 * width)
         self.pen.polygon(self._at(points), fill=ink)
 
-    def box(self, corners: Sequence[Point], radius: float, ink: int, line: int | None = None, width: float = 1) -> None:
+    def box(self, corners: Points, radius: float, ink: int, line: int | None = None, width: float = 1) -> None:
         """Draws a rectangle with round corners."""
-        (x0, y0), (x1, y1) = sorted(corners)
+        (x0, x1), (y0, y1) = (sorted(ends) for ends in zip(*corners, strict=True))
         if line is not None:
             self.box([(x0 - width, y0 - width), (x1 + width, y1 + width)], radius + width, line)
         self.pen.rounded_rectangle(self._at([(x0, y0), (x1, y1)]), radius * self.scale, fill=ink)
 
-    def stroke(self, points: Sequence[Point], ink: int, width: float) -> None:
+    def stroke(self, points: Points, ink: int, width: float) -> None:
         """Draws a line of round ends and joints."""
         self.pen.line(self._at(points), fill=ink, width=round(width * self.scale))
         for point in points:
@@ -176,13 +174,9 @@ def _moved(shapes: Sequence[Shape], x: float, y: float) -> list[Shape]:
     return [(method, [(x + a, y + b) for a, b in points], *rest) for method, points, *rest in shapes]
 
 
-def _pair(method: str, points: Sequence[Point], *rest: Any) -> list[Shape]:
+def _pair(method: str, points: Points, *rest: Any) -> list[Shape]:
     """Returns a shape at the left and its mirror image at the right."""
-    mirrored = [(FRAME - x, y) for x, y in points]
-    if method == "box":  # whose corners are the upper left and the lower right
-        (x0, y0), (x1, y1) = mirrored
-        mirrored = [(x1, y0), (x0, y1)]
-    return [(method, points, *rest), (method, mirrored, *rest)]
+    return [(method, points, *rest), (method, [(FRAME - x, y) for x, y in points], *rest)]
 
 
 # --- the characters ---
@@ -355,7 +349,7 @@ def _hat(kind: str, hat: str) -> list[Shape]:
 # --- images ---
 
 
-def _pick(values: Sequence[T], chance: float) -> T:
+def _pick(values: Sequence[Any], chance: float) -> Any:
     return values[int(chance * len(values))]
 
 
