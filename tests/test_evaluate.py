@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from sklearn.datasets import load_sample_images
 
@@ -25,11 +26,10 @@ from atoll.encoders.features import make_features
 from atoll.errors import InputError
 from atoll.experiments import images as module
 from atoll.experiments.evaluate import Contender, Evaluation, evaluate, name_contenders
-from atoll.experiments.figures import name_of
 from atoll.experiments.images import SampledImages, tensor_of
-from atoll.experiments.measure import MetricSettings
-from atoll.experiments.sanity import Check, doubt_density, doubt_features, quilts_of
-from atoll.experiments.tables import draw_metrics, format_value, render_table, with_error
+from atoll.experiments.sanity import doubt_density, doubt_features, quilts_of, tells
+from atoll.experiments.settings import MetricSettings
+from atoll.experiments.tables import draw_metrics, format_value, name_of, render_table, with_error
 from atoll.metrics.diversity import Distance
 from atoll.metrics.labels import are_right
 from atoll.plots.contact_sheet import draw_samples
@@ -178,14 +178,6 @@ class TestFigures:
         assert evaluation.describe()["reference"]["num"] < len(Dataset.open(data)) / 2
         assert evaluation.judge(Contender("ours", model, QUICK))["figures"]["frechet/simple"]["value"] > 0
 
-    def test_prompts_of_ones_own(self, model, data, tmp_path):
-        prompts = ["a robot", "a pink ghost"]
-        settings = replace(SETTINGS, metrics=("frechet",), num=4)
-        evaluation = Evaluation(data, tmp_path, settings, prompts, progress=False)
-        judged = evaluation.judge(Contender("ours", model, QUICK))
-        assert judged["figures"]["frechet/simple"]["value"] > 0
-        assert evaluation.describe()["prompts"]["split"] == "given"
-
 
 class TestGoingOn:
     def test_after_an_end(self, model, data, done, tmp_path, monkeypatch):
@@ -261,8 +253,10 @@ class TestGoingOn:
         for path in (images, *features):
             content = (done[0] / path.relative_to(out)).read_bytes()
             for tensors in ({"other": np.zeros(3)}, {"rows": np.zeros((10, 7), np.float32)}, {"rows": np.zeros(())}):
+                with safe_open(done[0] / path.relative_to(out), "np") as file:
+                    metadata = file.metadata()
                 path.unlink()
-                save_file(tensors, path)
+                save_file(tensors, path, metadata)
                 Evaluation(data, out, SETTINGS, progress=False).real()
                 Evaluation(data, out, SETTINGS, progress=False).judge(contender)
                 assert path.read_bytes() == content
@@ -326,8 +320,10 @@ class TestRefused:
     def test_what_cannot_be_measured(self, data, tmp_path, monkeypatch):
         with pytest.raises(InputError, match="clip cannot be measured: no CLIP was named"):
             Evaluation(data, tmp_path, replace(SETTINGS, metrics=("clip",)), progress=False)
-        with pytest.raises(InputError, match="accuracy cannot be measured: the captions are not those of avatars"):
-            Evaluation(data, tmp_path, replace(SETTINGS, metrics=("accuracy",)), ["a dog"], progress=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(Dataset, "strings", lambda self, column, rows: ["a dog"] * len(rows))
+            with pytest.raises(InputError, match="accuracy cannot be measured: the captions are not those of avatars"):
+                Evaluation(data, tmp_path, replace(SETTINGS, metrics=("accuracy",)), progress=False)
         monkeypatch.setattr("atoll.metrics.diversity.PACKAGE", "no-such-package")
         left_out = Evaluation(data, tmp_path, replace(SETTINGS, metrics=()), progress=False).left_out
         assert "pip install 'atoll[eval]'" in left_out["diversity"]
@@ -460,17 +456,18 @@ class TestSanity:
         settings = PrepareSettings(size=32, holdout=0.3, codec="pixels", near_duplicates="keep")
         prepare(Source("avatars", num=600, size=32), data, settings, 0, progress=False)
         settings = MetricSettings(num=150, features=("simple",), metrics=("frechet", "kernel", "coverage"))
-        checks = Evaluation(data, tmp_path / "out", settings, progress=False).checks()
+        sanity = Evaluation(data, tmp_path / "out", settings, progress=False).check_features()
         metrics = ("frechet", "kernel", "precision", "recall", "density", "coverage")
-        assert [check.key for check in checks] == [f"{metric}/simple" for metric in metrics]
-        assert all(check.tells for check in checks), checks
-        assert doubt_features(checks) == []
+        assert list(sanity) == [f"{metric}/simple" for metric in metrics]
+        assert all(about["tells"] for about in sanity.values()), sanity
+        assert doubt_features(sanity) == []
         few = Evaluation(data, tmp_path / "out", replace(settings, num=20), progress=False)
-        assert few.checks() == []
+        assert few.check_features() == {}
 
     def test_sentences(self):
-        checks = [Check("frechet/dino:x", 3.0, 2.0), Check("recall/dino:x", 0.9, 0.1)]
-        (told,) = doubt_features(checks)
+        pairs = {"frechet/dino:x": (3.0, 2.0), "recall/dino:x": (0.9, 0.1)}
+        sanity = {key: {"real": a, "quilts": b, "tells": tells(key, a, b)} for key, (a, b) in pairs.items()}
+        (told,) = doubt_features(sanity)
         assert (
             "(frechet 2.00 against 3.00): do not trust frechet by dino:x on this data, and use --features ano" in told
         )

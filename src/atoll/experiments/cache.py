@@ -3,66 +3,58 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from atoll.cards import hash_of
-from atoll.errors import InputError, shown
-from atoll.storage import read_json, write_json, write_whole
-from atoll.tensors import read_tensors
+from atoll.storage import write_whole
+from atoll.tensors import TensorFile
+
+AGAIN = "remove it, and rerun the command"
 
 
 def cached(
     folder: Path, about: Mapping[str, Any], dtype: str, shape: tuple[int, ...], make: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Returns rows that depend on nothing but `about`: read if they are in the folder, made and kept there if not."""
-    path = folder / f"{hash_of(about)[:32]}.safetensors"
-    if os.path.lexists(path):
-        kept = read_tensors(path, "remove it, and rerun the command").get("rows")
-        if kept is not None and (rows := kept.numpy()).dtype == dtype and rows.shape == shape:
-            return rows
-    made = {"rows": np.ascontiguousarray(make())}
+    """Returns an array that depends on nothing but `about`: read if it is in the folder, made and kept there if not."""
+    name = hash_of(about)[:32]
+    kept = Snapshot.read(folder, name, about)
+    if kept and (array := kept.arrays.get("rows", np.zeros(()))).dtype == dtype and array.shape == shape:
+        return array
+    rows = np.ascontiguousarray(make())  # as it is read: its layout alters how networks round
     # Under a name of this process first: another may be making the same, and the last one stays.
-    own = folder / f".{os.getpid()}.{path.name}"
-    write_whole(own, lambda staged: save_file(made, staged, {"about": json.dumps(about)}))
-    os.replace(own, path)
-    return made["rows"]
+    Snapshot(about, {}, {"rows": rows}).write(folder, own := f".{os.getpid()}.{name}")
+    os.replace(folder / f"{own}.safetensors", folder / f"{name}.safetensors")
+    return rows
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Arrays and what is known of them, made by the models of `key`."""
+class Snapshot(NamedTuple):
+    """Arrays and what is known of them, all of which depends on nothing but `key`."""
 
-    key: Mapping[str, str]
+    key: Mapping[str, Any]
     about: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
 
     @classmethod
-    def read(cls, folder: Path, name: str, key: Mapping[str, str]) -> "Snapshot | None":
-        """Returns None where there is nothing, or what there is was made by other models."""
-        path = folder / f"{name}.json"
-        if not path.exists():
-            return None
-        again = f"remove {path}, and run the demo again"
-        content = read_json(path, again)
-        if content.get("key") != key:
-            return None
-        if not isinstance(about := content.get("about"), dict):
-            raise InputError(f"{path} is damaged, its 'about' is {shown(about)}: {again}")
-        tensors = read_tensors(folder / f"{name}.safetensors", again)
-        return cls(key, about, {name: tensor.numpy() for name, tensor in tensors.items()})
+    def read(cls, folder: Path, name: str, key: Mapping[str, Any]) -> "Snapshot | None":
+        """Returns None where there is nothing, or what there is depends on something else."""
+        if os.path.lexists(path := folder / f"{name}.safetensors"):
+            with TensorFile(path, AGAIN) as file, suppress(ValueError, TypeError, KeyError):
+                content = json.loads(file.metadata["content"])
+                if content["key"] == key:
+                    arrays = {name: array.numpy() for name, array in file.read().items()}
+                    return cls(key, dict(content["about"]), arrays)
+        return None
 
     def write(self, folder: Path, name: str) -> None:
-        """Writes the JSON file last: it says that the other is there."""
         arrays = {key: np.ascontiguousarray(array) for key, array in self.arrays.items()}
-        (folder / f"{name}.json").unlink(missing_ok=True)
-        write_whole(folder / f"{name}.safetensors", lambda staged: save_file(arrays, staged))
-        write_json(folder / f"{name}.json", {"key": dict(self.key), "about": dict(self.about)})
+        metadata = {"content": json.dumps({"key": self.key, "about": self.about})}
+        write_whole(folder / f"{name}.safetensors", lambda staged: save_file(arrays, staged, metadata))
 
 
 def write_text(path: Path, content: str) -> None:

@@ -25,11 +25,11 @@ from atoll.data.view import DatasetView, refuse_inside
 from atoll.encoders.codecs import load_codec
 from atoll.errors import InputError, plural
 from atoll.experiments.cache import write_text
-from atoll.experiments.figures import METRICS, Figure, Figures, combine
 from atoll.experiments.images import Images, RealImages, SampledImages
-from atoll.experiments.measure import MOST_IMAGES, MetricSettings, MetricSuite, Vectors
-from atoll.experiments.sanity import CHECKED, LEAST, Check, doubt_density, doubt_features
-from atoll.experiments.tables import draw_metrics, render_table
+from atoll.experiments.measure import Figures, MetricSuite, figure
+from atoll.experiments.sanity import CHECKED, LEAST, doubt_density, doubt_features, tells
+from atoll.experiments.settings import METRICS, MOST_IMAGES, MetricSettings
+from atoll.experiments.tables import FLOPS, draw_metrics, over_seeds, render_table
 from atoll.metrics.diversity import find_weights
 from atoll.metrics.frechet import least_for_infinity
 from atoll.metrics.labels import why_unreadable
@@ -40,7 +40,6 @@ from atoll.sampling.settings import Sampling
 from atoll.storage import alone, make_folder, resolved, write_json
 
 ON_A_SHEET = 12
-AT_A_TIME = 256  # real images
 REAL = "real images"
 
 
@@ -92,36 +91,20 @@ class Evaluation:
     """Prompts, seeds, a reference and metrics, the same for all models: `judge` gives the figures of one of them."""
 
     def __init__(
-        self,
-        data: Path,
-        out: Path,
-        settings: MetricSettings,
-        prompts: Sequence[str] | None = None,
-        cluster: int | None = None,
-        progress: bool = True,
-        reference: Vectors | None = None,
+        self, data: Path, out: Path, settings: MetricSettings, cluster: int | None = None, progress: bool = True
     ) -> None:
-        """`prompts` take the place of the data's captions, `reference` of the features of its training images.
-
-        With `cluster`, that one alone is the data.
-        """
+        """With `cluster`, that one alone is the data."""
         self.out, self.settings, self.progress = out, settings, progress
         self.view, self.codec = DatasetView(Dataset.open(data, cluster)), load_codec(data)
+        self.split, self._rows = self._choose_rows()
+        self.prompts, self._labels = (self.view.data.strings(column, self._rows) for column in ("caption", "label"))
         self._shuffled = np.random.default_rng(1).permutation(self.view.train)
         held_out = np.random.default_rng(0).permutation(self.view.held_out)
-        self.num_reference = min(settings.num_reference, len(self._shuffled))
-        self._others = np.concatenate([held_out, self._shuffled[self.num_reference :]])  # not in the reference
-        self._rows: NDArray[np.int64] | None = None  # of the images that the prompts belong to
-        self.split = "given"
-        if prompts is None:
-            self.split, self._rows = self._choose_rows()
-            prompts = self.view.data.strings("caption", self._rows)
-        self.prompts = list(prompts)
-        self._labels = [""] * len(prompts) if self._rows is None else self.view.data.strings("label", self._rows)
-        real = self.real_images(self._shuffled[: self.num_reference])
-        self.left_out = self._find_reasons(real.labels)
+        self._others = np.concatenate([held_out, self._shuffled[settings.num_reference :]])  # not in the reference
+        self.reference = self.real_images(self._shuffled[: settings.num_reference])
+        self.left_out = self._find_reasons()
         self.metrics = [name for name in settings.metrics or METRICS if name not in self.left_out]
-        self.suite = MetricSuite(settings, self.metrics, real if reference is None else reference, out, progress)
+        self.suite = MetricSuite(settings, self.metrics, self.reference, out, progress)
         self.notes = self._note_sizes()
 
     # --- prompts and metrics ----------------------------------------------------------------------------------------
@@ -136,7 +119,7 @@ class Evaluation:
             raise InputError(f"{name} holds nothing out: use --split train, or prepare it with --holdout 0.05")
         return split, np.random.default_rng(0).permutation(rows)
 
-    def _find_reasons(self, labels: Sequence[str]) -> dict[str, str]:
+    def _find_reasons(self) -> dict[str, str]:
         """Returns why metrics cannot be measured; those that were asked for must be possible."""
         settings, reasons = self.settings, {}
         try:
@@ -148,11 +131,9 @@ class Evaluation:
             find_weights()
         except InputError as error:
             reasons["diversity"] = str(error)
-        if self._rows is None:
-            reasons["labels"] = "the prompts are given, and have no labels"
-        elif why := why_unreadable(labels):
+        if why := why_unreadable(self.reference.labels):
             reasons["labels"] = why
-        if (fewest := min(settings.num, self.num_reference)) <= (num := settings.neighbours):
+        if (fewest := min(settings.num, len(self.reference.rows))) <= (num := settings.neighbours):
             needed = f"{num} neighbours need {num + 1} images, and there are {fewest}"
             reasons["coverage"] = f"{needed}: use more, or fewer --neighbours"
         if not settings.clip:
@@ -191,28 +172,24 @@ class Evaluation:
                 "license": card.license,
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
-            "reference": {"split": "train", "num": self.num_reference, "pictures": "decoded from latents"},
+            "reference": {"split": "train", "num": len(self.reference.rows), "pictures": "decoded from latents"},
             "settings": {**settings, "metrics": self.metrics},
             "networks": self.suite.describe(),
             "left_out": self.left_out,
             "notes": self.notes,
         }
 
-    def _combine(self, sets: Sequence[Figures]) -> dict[str, dict[str, Any]]:
-        return combine(sets, self.suite.describe())
-
     # --- the data ---------------------------------------------------------------------------------------------------
 
     def real_images(self, rows: NDArray[np.int64], as_quilts: bool = False) -> RealImages:
         captions, labels = (self.view.data.strings(column, rows) for column in ("caption", "label"))
         return RealImages(
-            name=REAL, captions=captions, labels=labels, size=AT_A_TIME, view=self.view, codec=self.codec, rows=rows,
+            name=REAL, captions=captions, labels=labels, view=self.view, codec=self.codec, rows=rows,
             as_quilts=as_quilts,
         )  # fmt: skip
 
     def first_real_images(self) -> Images:
         """Returns those that the first prompts belong to."""
-        assert self._rows is not None
         return self.real_images(self._rows[:ON_A_SHEET]).load()
 
     def real(self) -> list[dict[str, Any]]:
@@ -231,35 +208,36 @@ class Evaluation:
         figures = self.suite.measure(self.real_images(self._others[:num]))
         if "diversity" in self.metrics and (groups := self._alike()):
             figures |= self.suite.measure_groups(self.real_images(rows).load() for rows in groups)
-        return [{"name": REAL, "num": num, "seeds": 1, "figures": self._combine([figures])}]
+        return [{"name": REAL, "num": num, "seeds": 1, "figures": figures}]
 
     def _alike(self) -> list[NDArray[np.int64]]:
         """Returns rows of the reference that share a caption, `each` of a caption."""
         rows_of: dict[str, list[int]] = {}
-        rows, each = self._shuffled[: self.num_reference], self.settings.each
-        for row, caption in zip(rows.tolist(), self.view.data.strings("caption", rows), strict=True):
+        for row, caption in zip(self.reference.rows.tolist(), self.reference.captions, strict=True):
             rows_of.setdefault(caption, []).append(row)
-        return [np.array(own[:each]) for own in rows_of.values() if len(own) >= each][: self.settings.varied]
+        each = self.settings.each
+        return [np.array(rows[:each]) for rows in rows_of.values() if len(rows) >= each][: self.settings.varied]
 
-    def checks(self) -> list[Check]:
+    def check_features(self) -> dict[str, dict[str, Any]]:
         """Returns figures of as many real images outside of the reference and quilts; none where there are few."""
         num = min(CHECKED, self.settings.num, len(self._others))
         if num < max(LEAST, self.settings.neighbours + 1):
-            return []
+            return {}
         sets = self.real_images(self._others[:num]), self.real_images(self._shuffled[:num], as_quilts=True)
-        checks = []
+        sanity = {}
         for name in self.suite.networks:
-            real, quilts = (self.suite.compare(name, self.suite.vectors(name, images)) for images in sets)
-            checks += [Check(key, real[key].value, quilts[key].value) for key in real]
-        return checks
+            both = [self.suite.compare(name, self.suite.vectors(name, images)) for images in sets]
+            for key in both[0]:
+                real, quilts = (figures[key]["value"] for figures in both)
+                sanity[key] = {"real": real, "quilts": quilts, "tells": tells(key, real, quilts)}
+        return sanity
 
     def doubt(self, judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns whether the figures can be trusted, for results.json; what speaks against it is a warning too."""
-        checks = self.checks()
-        sentences = [*doubt_features(checks), *doubt_density(judged)]
+        sanity = self.check_features()
+        sentences = [*doubt_features(sanity), *doubt_density(judged)]
         for sentence in sentences:
             warnings.warn(sentence.rstrip("."), stacklevel=3)
-        sanity = {one.key: {"real": one.real, "quilts": one.quilts, "tells": one.tells} for one in checks}
         return {"sanity": sanity, "notes": [*sentences, *self.notes]}
 
     # --- the models -------------------------------------------------------------------------------------------------
@@ -276,20 +254,21 @@ class Evaluation:
         for images in sets:
             for span in images.spans("drawing", self.progress):
                 images.read(span)  # into the cache, from which each network reads it
-        figures = self._combine([self.suite.measure(images) for images in sets])
-        others: Figures = {}
+        figures, *others = [self.suite.measure(images) for images in sets]
+        if others:
+            figures = over_seeds([figures, *others])
         if "diversity" in self.metrics:
-            others |= self._measure_varied(contender, pipe)
+            figures |= self._measure_varied(contender, pipe)
         if "flops" in self.metrics:
-            others["flops_an_image"] = Figure(sets[0].count_flops())
+            figures |= figure(FLOPS, sets[0].count_flops())
         return {
             "name": contender.name,
             "hash": pipe.index.hash,
             "experts": list(pipe.objectives),
-            "sampling": asdict(sets[0].sampling),
+            "sampling": sets[0].resolved_sampling,
             "num": settings.num,
             "seeds": settings.seeds,
-            "figures": figures | self._combine([others]),
+            "figures": figures,
         }
 
     def first_images(self, contender: Contender) -> Images:
@@ -314,21 +293,19 @@ class Evaluation:
         self, contender: Contender, pipe: AtollPipeline, places: Sequence[int], first_seed: int
     ) -> SampledImages:
         """Returns images of the prompts at these places, each with the next seed; they are made when they are read."""
-        sampling, clusters = contender.sampling, None
-        if sampling.guidance is None:
-            sampling = replace(sampling, guidance=pipe.guidance)
-        if sampling.routing == "oracle":
-            assert self._rows is not None, "prompts that are given have no clusters"
+        clusters = None
+        if contender.sampling.routing == "oracle":
             clusters = self.view.data.clusters()[self._rows]
-            if pipe.num_experts <= (last := int(clusters.max())):
+            num = pipe.index.num_experts
+            if num <= (last := int(clusters.max())):
                 raise InputError(
-                    f"{contender.name} has {plural(pipe.num_experts, 'expert')}, but the data has a cluster {last}: "
+                    f"{contender.name} has {plural(num, 'expert')}, but the data has a cluster {last}: "
                     "give the data that the model was trained on, or another --routing"
                 )
             clusters = clusters[places]
         captions, labels = ([texts[i] for i in places] for texts in (self.prompts, self._labels))
         return SampledImages(
-            name=contender.name, captions=captions, labels=labels, size=sampling.batch, pipe=pipe, sampling=sampling,
+            name=contender.name, captions=captions, labels=labels, pipe=pipe, sampling=contender.sampling,
             first_seed=first_seed, clusters=clusters, folder=self.out / "pictures",
         )  # fmt: skip
 

@@ -6,12 +6,12 @@ learned hardly anything, then scores as a photograph does. So as many such quilt
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.experiments.figures import LOWER, kind_of
+from atoll.experiments.tables import LOWER, kind_of
 
 CHECKED, LEAST = 200, 50  # quilts, and as many real images; of fewer than LEAST, chance decides
 TILE = 8  # pixels
@@ -20,17 +20,9 @@ AS_GOOD = 0.9  # of the figure of real images, for those of which more is better
 CROWDED = 1.5  # times the density of real images
 
 
-class Check(NamedTuple):
-    """A figure of as many real images and quilts, by the same network."""
-
-    key: str
-    real: float
-    quilts: float
-
-    @property
-    def tells(self) -> bool:
-        """Whether quilts are worse by it."""
-        return self.quilts > self.real if kind_of(self.key).better == LOWER else self.quilts < AS_GOOD * self.real
+def tells(key: str, real: float, quilts: float) -> bool:
+    """Returns whether quilts are worse than real images by a figure."""
+    return quilts > real if kind_of(key).better == LOWER else quilts < AS_GOOD * real
 
 
 def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
@@ -44,13 +36,13 @@ def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
     return quilts
 
 
-def doubt_features(checks: Sequence[Check]) -> list[str]:
+def doubt_features(sanity: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns a sentence for each network by which quilts are as good as real images."""
     numbers: dict[str, dict[str, str]] = {}
-    for check in checks:
-        metric, _, network = check.key.partition("/")
-        if not check.tells:
-            numbers.setdefault(network, {})[metric] = f"{metric} {check.quilts:.2f} against {check.real:.2f}"
+    for key, about in sanity.items():
+        metric, _, network = key.partition("/")
+        if not about["tells"]:
+            numbers.setdefault(network, {})[metric] = f"{metric} {about['quilts']:.2f} against {about['real']:.2f}"
     return [
         f"By {network} features, images of nothing (the mean one under a pattern of tiles) are as good as real ones "
         f"({', '.join(own.values())}): do not trust {' and '.join(own)} by {network} on this data, and use --features "

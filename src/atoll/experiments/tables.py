@@ -1,30 +1,88 @@
-"""What `atoll evaluate` and `atoll reproduce` have measured, as tables; each number is named with what measured it."""
+"""Figures that images are judged by, and tables of them; each number is named with what measured it."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
-from atoll.experiments.figures import KINDS, LOWER, kind_of, name_of
 from atoll.plots.charts import Bar, draw_panels
 
+LOWER, HIGHER, VARIED = "lower is better", "higher is better", "higher is more varied"
 FLOPS = "flops_an_image"
-SHOWN = tuple(name for name, kind in KINDS.items() if kind.in_studies)
-HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
-ERRORS = {
-    "seeds": "the deviation over seeds",
-    "subsets": "the deviation over subsets",
-    "leaving out tenths": "a jackknife over tenths of the images",
-    "the fit of the line": "that of the line's end",
-    "prompts": "of the mean over prompts",
-    "pictures": "of the mean over images",
-}
 
+
+class Kind(NamedTuple):
+    """A kind of figure; its key in results.json is followed by a slash and the network that sees the images, if any."""
+
+    title: str  # {by} is the network
+    better: str = HIGHER
+    error_from: str = "pictures"  # where there is one set of images alone
+    in_studies: bool = True  # whether the tables of `atoll reproduce` have it
+
+
+_FRECHET, _KERNEL = "Frechet distance ({by}; not Inception FID)", "Kernel distance ({by}; not Inception KID)"
+_EXTRAPOLATED = f"{_FRECHET}, extrapolated to images without number"
+_ONE_PROMPT = "distance between images of one prompt ({by}; not LPIPS itself)"
+_LABELS = "images in which a linear classifier sees the prompt's label ({by})"
+KINDS = {
+    "frechet": Kind(_FRECHET, LOWER, "leaving out tenths"),
+    "frechet_infinity": Kind(_EXTRAPOLATED, LOWER, "the fit of the line", in_studies=False),
+    "kernel": Kind(_KERNEL, LOWER, "subsets"),
+    "precision": Kind("precision ({by})", in_studies=False),
+    "recall": Kind("recall ({by})", in_studies=False),
+    "density": Kind("density ({by})", in_studies=False),
+    "coverage": Kind("coverage ({by})"),
+    "lpips_per_prompt": Kind(_ONE_PROMPT, VARIED, "prompts"),
+    "lpips": Kind("distance between all images ({by}; not LPIPS itself)", VARIED, in_studies=False),
+    "clip_score": Kind("CLIP score ({id})"),
+    "prompt_accuracy": Kind("prompts followed in every attribute"),
+    "label_accuracy": Kind(_LABELS),
+    FLOPS: Kind("FLOPs per image", LOWER),
+}
+SHOWN = tuple(name for name, kind in KINDS.items() if kind.in_studies)
+NETWORKS = {
+    "simple": "colour and edge features",
+    "efficientnet": "EfficientNet-Lite0 features",
+    "stlpips-alex": "shift-tolerant LPIPS on AlexNet",
+    "inception": "Inception of 2015-12-05, as pytorch-fid scales",
+}
+HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
+
+Figures = Mapping[str, Mapping[str, Any]]  # by key: value, error, error_from, and features where a network saw them
 Model = Mapping[str, Any]  # with "name" and "figures"; real images have no "hash"
 
 
-# --- figures and cells -----------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def kind_of(key: str) -> Kind:
+    return KINDS[key.partition("/")[0]]
+
+
+def name_of(key: str) -> str:
+    """Returns what a figure is called: `frechet/simple` is no FID, and says so."""
+    network = key.partition("/")[2]
+    family, _, detail = network.partition(":")
+    by = NETWORKS.get(family, f"{network} features")
+    if family in NETWORKS and detail:
+        by += f" at {detail} pixels"
+    title = kind_of(key).title
+    if network == "inception":
+        title = title.replace("; not Inception FID", "").replace("; not Inception KID", "")
+    return title.format(by=by, id=detail)
+
+
+def over_seeds(sets: Sequence[Figures]) -> dict[str, dict[str, Any]]:
+    """Returns each figure over seeds: its mean, the deviation where there are several, and all values."""
+    figures = {}
+    for key, first in sets[0].items():
+        values = [float(own[key]["value"]) for own in sets]
+        error = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        about = {"value": float(np.mean(values)), "error": error, "error_from": "seeds", "values": values}
+        figures[key] = {**first, **about}
+    return figures
 
 
 def keys_of(models: Sequence[Model], kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
@@ -111,7 +169,7 @@ def render_table(results: Mapping[str, Any]) -> str:
         lines.append(f"| {name_of(key)} | {kind_of(key).better} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"After ± is the error: {_errors(models)}. Bold is what is better than all others by more than that.",
+        f"After ± is the error, from {_errors(models)}. Bold is what is better than all others by more than that.",
         "",
         *(f"- {plain(note)}" for note in results["notes"]),
         *(f"- Not measured: {plain(what)}, for {plain(why)}." for what, why in results["left_out"].items()),
@@ -137,7 +195,7 @@ def _errors(models: Sequence[Model]) -> str:
         for model in models:
             if source := model["figures"].get(key, {}).get("error_from"):
                 kinds.setdefault(source, {})[key.partition("/")[0]] = None
-    return "; ".join(f"{ERRORS[source]} ({', '.join(own)})" for source, own in kinds.items()) or "there is none here"
+    return "; ".join(f"{source} ({', '.join(own)})" for source, own in kinds.items()) or "nothing"
 
 
 # --- of `atoll reproduce` --------------------------------------------------------------------------------------------
