@@ -4,34 +4,27 @@ Names are those of the published `pt_inception-2015-12-05-6726825d.pth`. It diff
 averages leave out the padding, and the last block takes a maximum where the paper takes an average.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Size = tuple[int, int]
-
-
-class Layer(NamedTuple):
-    """A convolution to so many channels; `forks` are two of them, 1 x 3 and 3 x 1, side by side."""
-
-    channels: int
-    kernel: Size = (1, 1)
-    stride: int = 1  # a stride of 2 goes without padding
-    forks: bool = False
+Kernel = int | tuple[int, int]
+Layer = tuple[Any, ...]  # the channels, the kernel and perhaps the stride of a convolution
+FLAT, TALL, FORK = (1, 7), (7, 1), (0, 0)  # a fork is two of them, 1 x 3 and 3 x 1, side by side
 
 
 class Conv(nn.Module):
-    """Convolution, batch norm, ReLU."""
+    """Convolution, batch norm, ReLU; a stride of 2 goes without padding."""
 
-    def __init__(self, width: int, layer: Layer, padded: bool = True) -> None:
+    def __init__(self, width: int, channels: int, kernel: Kernel, stride: int = 1, padded: bool = True) -> None:
         super().__init__()
-        rows, columns = layer.kernel
-        padding = (rows // 2, columns // 2) if padded and layer.stride == 1 else (0, 0)
-        self.conv = nn.Conv2d(width, layer.channels, layer.kernel, layer.stride, padding, bias=False)
-        self.bn = nn.BatchNorm2d(layer.channels, eps=0.001)
+        rows, columns = kernel if isinstance(kernel, tuple) else (kernel, kernel)
+        padding = (rows // 2, columns // 2) if padded and stride == 1 else (0, 0)
+        self.conv = nn.Conv2d(width, channels, (rows, columns), stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(channels, eps=0.001)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.bn(self.conv(x)))
@@ -40,64 +33,51 @@ class Conv(nn.Module):
 class Mixed(nn.Module):
     """Branches of convolutions beside a pool, all of their channels together."""
 
-    def __init__(self, width: int, branches: Mapping[str, Sequence[Layer]], pool: str, pooled: int = 0) -> None:
+    def __init__(self, width: int, pool: str, pooled: int = 0, **branches: Sequence[Layer]) -> None:
         super().__init__()
         self.pool = pool
-        self.chains = [self._chain(name, width, layers) for name, layers in branches.items()]
-        self.branch_pool = Conv(width, Layer(pooled)) if pooled else nn.Identity()
-        last = [layers[-1] for layers in branches.values()]
-        self.width = (pooled or width) + sum(layer.channels * (1 + layer.forks) for layer in last)
-
-    def _chain(self, name: str, width: int, layers: Sequence[Layer]) -> list[list[str]]:
-        """The names of a branch's convolutions, those side by side in one list."""
-        chain = []
-        for i, layer in enumerate(layers, 1):
-            own = name if len(layers) == 1 else f"{name}_{i}"
-            kernels = {"a": (1, 3), "b": (3, 1)} if layer.forks else {"": layer.kernel}
-            for suffix, kernel in kernels.items():
-                self.add_module(own + suffix, Conv(width, layer._replace(kernel=kernel)))
-            chain.append([own + suffix for suffix in kernels])
-            width = layer.channels
-        return chain
+        self.chains: list[list[list[str]]] = []  # of each branch, the names of its convolutions
+        for name, layers in branches.items():
+            chain, inner = [], width
+            for i, (channels, kernel, *stride) in enumerate(layers, 1):
+                own = name if len(layers) == 1 else f"{name}_{i}"
+                parts: dict[str, Kernel] = {f"{own}a": (1, 3), f"{own}b": (3, 1)} if kernel == FORK else {own: kernel}
+                for part, size in parts.items():
+                    self.add_module(part, Conv(inner, channels, size, *stride))
+                chain.append(list(parts))
+                inner = channels
+            self.chains.append(chain)
+        self.branch_pool = Conv(width, pooled, 1) if pooled else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = []
+        outputs = []
         for chain in self.chains:
             y = x
             for names in chain:
                 y = torch.cat([self.get_submodule(name)(y) for name in names], 1)
-            parts.append(y)
-        return torch.cat([*parts, self.branch_pool(self._pooled(x))], 1)
-
-    def _pooled(self, x: Tensor) -> Tensor:
+            outputs.append(y)
         if self.pool == "average":
-            return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
-        return F.max_pool2d(x, 3, stride=1, padding=1) if self.pool == "maximum" else F.max_pool2d(x, 3, stride=2)
+            pooled = F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
+        else:
+            pooled = F.max_pool2d(x, 3, stride=1, padding=1) if self.pool == "maximum" else F.max_pool2d(x, 3, stride=2)
+        return torch.cat([*outputs, self.branch_pool(pooled)], 1)
 
 
 def _five(width: int, pooled: int) -> Mixed:
-    twice = [Layer(64), Layer(96, (3, 3)), Layer(96, (3, 3))]
-    branches = {"branch1x1": [Layer(64)], "branch5x5": [Layer(48), Layer(64, (5, 5))], "branch3x3dbl": twice}
-    return Mixed(width, branches, "average", pooled)
+    five, three = [(48, 1), (64, 5)], [(64, 1), (96, 3), (96, 3)]
+    return Mixed(width, "average", pooled, branch1x1=[(64, 1)], branch5x5=five, branch3x3dbl=three)
 
 
 def _six(inner: int) -> Mixed:
-    flat, tall = (1, 7), (7, 1)
-    branches = {
-        "branch1x1": [Layer(192)],
-        "branch7x7": [Layer(inner), Layer(inner, flat), Layer(192, tall)],
-        "branch7x7dbl": [Layer(inner), *(Layer(inner, kernel) for kernel in (tall, flat, tall)), Layer(192, flat)],
-    }
-    return Mixed(768, branches, "average", 192)
+    seven: list[Layer] = [(inner, 1), (inner, FLAT), (192, TALL)]
+    twice: list[Layer] = [(inner, 1), (inner, TALL), (inner, FLAT), (inner, TALL), (192, FLAT)]
+    return Mixed(768, "average", 192, branch1x1=[(192, 1)], branch7x7=seven, branch7x7dbl=twice)
 
 
 def _seven(width: int, pool: str) -> Mixed:
-    branches = {
-        "branch1x1": [Layer(320)],
-        "branch3x3": [Layer(384), Layer(384, forks=True)],
-        "branch3x3dbl": [Layer(448), Layer(384, (3, 3)), Layer(384, forks=True)],
-    }
-    return Mixed(width, branches, pool, 192)
+    three: list[Layer] = [(384, 1), (384, FORK)]
+    twice: list[Layer] = [(448, 1), (384, 3), (384, FORK)]
+    return Mixed(width, pool, 192, branch1x1=[(320, 1)], branch3x3=three, branch3x3dbl=twice)
 
 
 class InceptionV3(nn.Module):
@@ -105,23 +85,16 @@ class InceptionV3(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        half = {
-            "branch3x3": [Layer(384, (3, 3), 2)],
-            "branch3x3dbl": [Layer(64), Layer(96, (3, 3)), Layer(96, (3, 3), 2)],
-        }
-        half_again = {
-            "branch3x3": [Layer(192), Layer(320, (3, 3), 2)],
-            "branch7x7x3": [Layer(192), Layer(192, (1, 7)), Layer(192, (7, 1)), Layer(192, (3, 3), 2)],
-        }
-        self.Conv2d_1a_3x3 = Conv(3, Layer(32, (3, 3), 2))
-        self.Conv2d_2a_3x3 = Conv(32, Layer(32, (3, 3)), padded=False)
-        self.Conv2d_2b_3x3 = Conv(32, Layer(64, (3, 3)))
-        self.Conv2d_3b_1x1 = Conv(64, Layer(80))
-        self.Conv2d_4a_3x3 = Conv(80, Layer(192, (3, 3)), padded=False)
+        seven: list[Layer] = [(192, 1), (192, FLAT), (192, TALL), (192, 3, 2)]
+        self.Conv2d_1a_3x3 = Conv(3, 32, 3, 2)
+        self.Conv2d_2a_3x3 = Conv(32, 32, 3, padded=False)
+        self.Conv2d_2b_3x3 = Conv(32, 64, 3)
+        self.Conv2d_3b_1x1 = Conv(64, 80, 1)
+        self.Conv2d_4a_3x3 = Conv(80, 192, 3, padded=False)
         self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = _five(192, 32), _five(256, 64), _five(288, 64)
-        self.Mixed_6a = Mixed(288, half, "halve")
+        self.Mixed_6a = Mixed(288, "halve", branch3x3=[(384, 3, 2)], branch3x3dbl=[(64, 1), (96, 3), (96, 3, 2)])
         self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = _six(128), _six(160), _six(160), _six(192)
-        self.Mixed_7a = Mixed(768, half_again, "halve")
+        self.Mixed_7a = Mixed(768, "halve", branch3x3=[(192, 1), (320, 3, 2)], branch7x7x3=seven)
         self.Mixed_7b, self.Mixed_7c = _seven(1280, "average"), _seven(2048, "maximum")
         self.fc = nn.Linear(2048, 1008)  # its classifier: among the weights, but no feature comes from it
 
