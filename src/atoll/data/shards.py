@@ -94,13 +94,18 @@ class Shard:
             raise InputError(f"{self.path} has no column {name!r}: {AGAIN}")
         return self._entries[name]
 
-    def _read(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def _read(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
         """Returns the bytes of some spans of the file, each (start, size)."""
-        number = _opened(self.path, self._root, self._version).fileno()
-        parts = [os.pread(number, size, start) for start, size in spans]
-        if any(len(part) != size for part, (_, size) in zip(parts, spans, strict=True)):
+        file = _opened(self.path, self._root, self._version)
+        return [self._read_span(file.fileno(), start, size) for start, size in spans]
+
+    def _read_span(self, number: int, start: int, size: int) -> bytes:
+        part = os.pread(number, size, start)
+        if len(part) == size:
+            return part
+        if not part:
             raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
-        return parts
+        return part + self._read_span(number, start + len(part), size - len(part))  # the system gives 2 GB at once
 
 
 def _num_rows(entries: Mapping[str, Entry]) -> int:
