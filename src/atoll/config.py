@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def build(cls: type[T], values: object, what: str) -> T:
-    """An instance of the dataclass `cls` from a mapping. `what` names it to the reader of an error."""
+    """Returns an instance of the dataclass `cls` from a mapping; `what` names it to the reader of an error."""
     if not isinstance(values, Mapping):
         raise InputError(f"{what} must be a table of keys and values, but is {shown(values)}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
@@ -32,11 +32,8 @@ def build(cls: type[T], values: object, what: str) -> T:
 def _fits(value: object, hint: Any) -> bool:
     """Whether a value from JSON or TOML fits a plain type or a union of them; other types check themselves."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if not all(option in (int, float, str, bool, type(None)) for option in options):
-        return True
-    if isinstance(value, int) and not isinstance(value, bool) and float in options:
-        return True
-    return type(value) in options
+    plain = all(option in (int, float, str, bool, type(None)) for option in options)
+    return not plain or type(value) in options or (type(value) is int and float in options)
 
 
 def check_counts(config: object, **limits: int) -> None:

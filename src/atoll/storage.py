@@ -58,7 +58,7 @@ def real_path(path: Path, root: Path | None = None) -> Path:
 
 
 def _hub_blobs(home: Path) -> Iterator[Path]:
-    """Where the Hugging Face hub keeps the files that its snapshots consist of links to."""
+    """Yields where the Hugging Face hub keeps the files that its snapshots consist of links to."""
     for folder in (home, *home.parents):
         if folder.name == "snapshots" and folder.parent.name.startswith(("models--", "datasets--")):
             yield folder.parent / "blobs"
@@ -68,20 +68,13 @@ def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Returns a file's content, if it has at most `limit` bytes; else raises OSError before any is read."""
     check_size(path, limit, root)
     with open_regular(path, root) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:  # it has grown meanwhile
-        raise too_large(path, limit)
-    return content
+        return file.read(limit)  # no more of it, should it have grown meanwhile
 
 
 def check_size(path: Path, limit: int, root: Path | None = None) -> None:
     """Raises OSError if a file has more than `limit` bytes."""
     if os.stat(real_path(path, root)).st_size > limit:
-        raise too_large(path, limit)
-
-
-def too_large(path: Path, limit: int) -> OSError:
-    return OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
 
 
 def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, Any]:
@@ -100,32 +93,25 @@ def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, An
 def parse_json(content: bytes) -> Any:
     """Returns what JSON of anyone's says; raises ValueError if it is not UTF-8, too deep or not finite."""
     try:
-        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        values = json.loads(content.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
+        too_deep = _depth(values) > MAX_DEPTH
     except RecursionError:
-        raise ValueError(f"it is more than {MAX_DEPTH} levels deep") from None
-    level, depth = [values], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is more than {MAX_DEPTH} levels deep")
-        level = [
-            part
-            for value in level
-            if isinstance(value, dict | list)
-            for part in (value.values() if isinstance(value, dict) else value)
-        ]
+        too_deep = True
+    if too_deep:
+        raise ValueError(f"it is more than {MAX_DEPTH} levels deep")
     return values
+
+
+def _depth(values: object) -> int:
+    parts = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return 1 + max((_depth(part) for part in parts if isinstance(part, dict | list)), default=1 if parts else 0)
 
 
 def _finite(text: str) -> float:
     value = float(text)
-    if math.isinf(value):
+    if not math.isfinite(value):
         raise ValueError(f"it holds {text[:20]}, which no number can be")
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"it holds {name}, which is no JSON")
 
 
 def digest_of(path: Path, root: Path | None = None) -> str:
@@ -138,27 +124,24 @@ def known_digest(path: Path, root: Path | None = None) -> str:
     """Returns the SHA-256 of a file, remembered from the last time if neither size nor time of change is another."""
     about = real_path(path, root).stat()
     key, version = str(real_path(path, root)), [about.st_size, about.st_mtime_ns, about.st_ino]
-    memory = _cache_folder() / "sha256" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll" / "sha256"
+    memory = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         known = json.loads(memory.read_bytes())
         if known["version"] == version and known["path"] == key:
             return str(known["sha256"])
-    found = digest_of(path, root)
+    digest = digest_of(path, root)
     if time.time_ns() - about.st_mtime_ns > 2e9:  # of a file just written, a later change might have the same time
         with suppress(InputError, UnicodeEncodeError):
-            write_json(memory, {"path": key, "version": version, "sha256": found})
-    return found
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll"
+            write_json(memory, {"path": key, "version": version, "sha256": digest})
+    return digest
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Call write(staged path), make sure of the bytes, then give the file its name."""
+    """Calls write(staged path), makes sure of the bytes, then gives the file its name."""
     staged = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +159,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A folder to write to, with all those above it."""
+    """Makes a folder to write to, with all those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -190,7 +173,7 @@ def reason_of(error: Exception) -> str:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file the mode any other new file has: safetensors makes its own for the owner alone."""
+    """Gives a file the mode any other new file has: safetensors makes its own for the owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -203,20 +186,17 @@ def write_json(path: Path, values: Any) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the hold ends with the process, however it ends."""
+    """Holds the folder for this process; the hold ends with the process, however it ends."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise InputError(
-            f"cannot open {folder} ({error.strerror}): give a folder that is there and may be read"
-        ) from error
+        raise InputError(f"cannot open {folder} ({reason_of(error)}): give a folder that may be read") from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process is at work on {folder}: wait for it, or choose another folder"
-            ) from error
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise InputError(f"another process is at work on {folder}: wait for it, or choose another folder") from error
+    try:
         yield
     finally:
         os.close(handle)

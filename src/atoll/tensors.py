@@ -7,10 +7,10 @@ weights that were never on disk; and a file that is cut short while it is mapped
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class TensorFile:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> "TensorFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,32 +72,18 @@ class TensorFile:
         One piece, since the allocator gives a large one back to the system as soon as it is free, and keeps small ones.
         """
         entries = self.entries if names is None else {name: self.entries[name] for name in names}
-        places: dict[str, int] = {}
-        total = 0
-        for name, entry in entries.items():
-            places[name] = total
-            total += -(-(entry.end - entry.start) // ALIGNMENT) * ALIGNMENT
-        memory = torch.empty(total, dtype=torch.uint8)
+        lengths = {name: entry.end - entry.start for name, entry in entries.items()}
+        padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths.values()]
+        pieces = torch.empty(sum(padded), dtype=torch.uint8).split(padded)
+        memory = {name: piece[: lengths[name]] for name, piece in zip(entries, pieces, strict=True)}
         try:
             for name in sorted(entries, key=lambda name: entries[name].start):
-                self._read_into(memory[places[name] :], entries[name])
+                self._file.seek(entries[name].start)
+                if self._file.readinto(memory[name].numpy()) < lengths[name]:
+                    raise ValueError("it was cut short while it was read")
         except (OSError, ValueError) as error:
             raise self._damaged(error) from error
-        return {
-            name: memory[places[name] : places[name] + entry.end - entry.start]
-            .view(DTYPES[entry.dtype])
-            .view(entry.shape)
-            for name, entry in entries.items()
-        }
-
-    def _read_into(self, memory: Tensor, entry: Entry) -> None:
-        self._file.seek(entry.start)
-        content = memoryview(memory[: entry.end - entry.start].numpy().data)
-        while content:
-            count = self._file.readinto(content)
-            if not count:
-                raise ValueError("it was cut short while it was read")
-            content = content[count:]
+        return {name: memory[name].view(DTYPES[entry.dtype]).view(entry.shape) for name, entry in entries.items()}
 
     def _damaged(self, error: Exception) -> InputError:
         return InputError(f"{self.path} is truncated or not a safetensors file ({reason_of(error)}): {self.advice}")
@@ -133,24 +119,16 @@ def read_header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]
     return entries, metadata
 
 
-def _entry(name: str, about: object, start: int, size: int) -> Entry:
-    if not isinstance(about, Mapping):
-        raise ValueError(f"{shown(name)} is described by {shown(about)}")
-    dtype, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
-        raise ValueError(f"{shown(name)} is described by {shown(about)}")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{shown(name)} has the unknown type {shown(dtype)}")
-    first, last = offsets
-    if math.prod(shape) * DTYPES[dtype].itemsize != last - first:
-        raise ValueError(f"{shown(name)} of shape {shown(shape)} has {shown(last - first)} bytes")
-    if start + last > size:
-        raise ValueError(f"it has {size} bytes, and {shown(name)} ends at {shown(start + last)}")
-    return Entry(dtype, tuple(shape), start + first, start + last)
-
-
-def _are_counts(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def _entry(name: str, about: Any, start: int, size: int) -> Entry:
+    try:
+        dtype, shape, (first, last) = about["dtype"], about["shape"], about["data_offsets"]
+        counts = [first, last, *shape]
+        right = all(type(count) is int and count >= 0 for count in counts) and len(shape) <= MAX_DIMS
+        if right and math.prod(shape) * DTYPES[dtype].itemsize == last - first and start + last <= size:
+            return Entry(dtype, tuple(shape), start + first, start + last)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(f"{shown(name)} cannot be {shown(about)} of {size} bytes")
 
 
 def check_memory(num_bytes: int, what: str) -> None:
