@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
-from atoll.encoders.codecs import load_codec, pictures_of
+from atoll.encoders.codecs import load_codec, to_uint8
 from atoll.encoders.features import make_features
 from atoll.encoders.text import load_text_encoder
 from atoll.metrics.frechet import Moments, frechet_distance
 from atoll.metrics.labels import are_right
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
-from atoll.plots.canvas import COLOURS, save_picture
+from atoll.plots.canvas import COLOURS, save_image
 from atoll.plots.contact_sheet import contact_sheet
 from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
@@ -91,7 +91,7 @@ class Judge:
             )  # fmt: skip
         seconds = time.perf_counter() - begun
         latents = torch.cat(parts)
-        pictures = pictures_of(self.codec.decode(latents))
+        pictures = to_uint8(self.codec.decode(latents))
         right = float(np.mean(are_right(pictures, self.captions)))
         return Judged(right, frechet_distance(self.reference, Moments.of(self._features(latents))), seconds, pictures)
 
@@ -131,7 +131,7 @@ def compare_conversions(judge_: Judge, fm: list[Expert], ddpm: list[Expert], rou
         show(name, found)
         if out is not None:
             title = f"{name}: {found.right:.0%} right, FD {found.distance:.2f}"
-            save_picture(contact_sheet(found.pictures[:48], title), out / f"{name.replace(' ', '-')}.png")
+            save_image(contact_sheet(found.pictures[:48], title), out / f"{name.replace(' ', '-')}.png")
 
 
 def compare_solvers(judge_: Judge, experts: list[Expert], router: Router, plot: Path | None) -> None:

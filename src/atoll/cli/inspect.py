@@ -23,11 +23,11 @@ def inspect(
     from atoll.data.overview import describe, draw_sheet
     from atoll.data.shards import Dataset
     from atoll.errors import printable
-    from atoll.plots.canvas import save_picture
+    from atoll.plots.canvas import save_image
 
     dataset = Dataset.open(data, partial=True)
     for line in describe(dataset):
         print(printable(line))
     path = sheet or data / "sheet.png"
-    save_picture(draw_sheet(dataset, seed), path)
+    save_image(draw_sheet(dataset, seed), path)
     print(f"contact sheet: {path}")

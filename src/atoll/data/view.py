@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
-from atoll.encoders.codecs import Codec, device_of, load_codec, pictures_of
+from atoll.encoders.codecs import Codec, device_of, load_codec, to_uint8
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
 from atoll.storage import resolved
@@ -159,5 +159,5 @@ def decode_rows(
         images = codec.decode(latents.to(device_of(codec))).clamp(-1, 1)
         if images.shape[2] > side:
             images = torch.nn.functional.interpolate(images, (side, side), mode="bilinear", antialias=True)
-        parts.append(pictures_of(images))
+        parts.append(to_uint8(images))
     return np.concatenate(parts)

@@ -356,6 +356,6 @@ def device_of(codec: Codec) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def pictures_of(images: Tensor) -> NDArray[np.uint8]:
+def to_uint8(images: Tensor) -> NDArray[np.uint8]:
     """Returns images [n, 3, S, S] in [-1, 1] as bytes [n, S, S, 3]."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()

@@ -43,7 +43,7 @@ from atoll.experiments.judge import BATCH, SIZE, Judge
 from atoll.experiments.report import Points, render
 from atoll.metrics.labels import are_right
 from atoll.partition.partition import partition
-from atoll.plots.canvas import save_picture
+from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
@@ -251,7 +251,7 @@ class _Demo:
                 samples = self._make_samples(hashes)
                 samples.write(folder, "shown")
                 images = [Image.fromarray(image) for image in samples.arrays["chosen"]]
-                save_picture(draw_grid(images, CHOSEN, across=6), folder / "grid.png")
+                save_image(draw_grid(images, CHOSEN, across=6), folder / "grid.png")
             notes.append(f"{len(CHOSEN)} prompts; {folder / 'grid.png'}")
         return samples
 

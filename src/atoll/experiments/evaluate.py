@@ -33,7 +33,7 @@ from atoll.experiments.tables import FLOPS, draw_metrics, over_seeds, render_tab
 from atoll.metrics.diversity import find_weights
 from atoll.metrics.frechet import least_for_infinity
 from atoll.metrics.labels import why_unreadable
-from atoll.plots.canvas import save_picture
+from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import Sampling
@@ -81,9 +81,9 @@ def evaluate(
         results = {**evaluation.describe(), **evaluation.doubt(judged), "models": judged}
         write_json(out / "results.json", results)
         write_text(out / "results.md", render_table(results))
-        save_picture(draw_metrics(judged), out / "metrics.png")
+        save_image(draw_metrics(judged), out / "metrics.png")
         rows = {REAL: evaluation.first_real_images()} | {one.name: evaluation.first_images(one) for one in contenders}
-        save_picture(draw_samples(rows, evaluation.prompts[:ON_A_SHEET]), out / "samples.png")
+        save_image(draw_samples(rows, evaluation.prompts[:ON_A_SHEET]), out / "samples.png")
     return results
 
 
@@ -265,7 +265,7 @@ class Evaluation:
             "name": contender.name,
             "hash": pipe.index.hash,
             "experts": list(pipe.objectives),
-            "sampling": sets[0].resolved_sampling,
+            "sampling": asdict(sets[0].sampling),
             "num": settings.num,
             "seeds": settings.seeds,
             "figures": figures,
@@ -293,8 +293,10 @@ class Evaluation:
         self, contender: Contender, pipe: AtollPipeline, places: Sequence[int], first_seed: int
     ) -> SampledImages:
         """Returns images of the prompts at these places, each with the next seed; they are made when they are read."""
-        clusters = None
-        if contender.sampling.routing == "oracle":
+        sampling, clusters = contender.sampling, None
+        if sampling.guidance is None:
+            sampling = replace(sampling, guidance=pipe.guidance)
+        if sampling.routing == "oracle":
             clusters = self.view.data.clusters()[self._rows]
             num = pipe.index.num_experts
             if num <= (last := int(clusters.max())):
@@ -305,7 +307,7 @@ class Evaluation:
             clusters = clusters[places]
         captions, labels = ([texts[i] for i in places] for texts in (self.prompts, self._labels))
         return SampledImages(
-            name=contender.name, captions=captions, labels=labels, pipe=pipe, sampling=contender.sampling,
+            name=contender.name, captions=captions, labels=labels, size=sampling.batch, pipe=pipe, sampling=sampling,
             first_seed=first_seed, clusters=clusters, folder=self.out / "pictures",
         )  # fmt: skip
 

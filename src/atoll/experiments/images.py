@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from atoll.data.view import DatasetView, decode_rows
 from atoll.diffusion.solvers import uniform_times
-from atoll.encoders.codecs import Codec, pictures_of
+from atoll.encoders.codecs import Codec, to_uint8
 from atoll.errors import InputError
 from atoll.experiments.cache import cached
 from atoll.experiments.flops import counting
@@ -40,7 +40,7 @@ def tensor_of(images: Images) -> Tensor:
 def bytes_of(images: object) -> Images:
     """Returns what a pipeline gives as tensors in [0, 1], as bytes."""
     assert isinstance(images, Tensor)
-    return pictures_of(images * 2 - 1)
+    return to_uint8(images * 2 - 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,11 +50,7 @@ class ImageSet(ABC):
     name: str  # in progress bars
     captions: Sequence[str]
     labels: Sequence[str] = ()
-
-    @property
-    def size(self) -> int:
-        """Returns how many images are read at a time."""
-        return 256
+    size: int = 256  # images at a time
 
     @abstractmethod
     def about(self, span: slice) -> dict[str, Any]:
@@ -99,26 +95,16 @@ class SampledImages(ImageSet):
     """Images that a model makes, one of each caption, with seeds from the first on."""
 
     pipe: AtollPipeline
-    sampling: Sampling
+    sampling: Sampling  # with its guidance
     first_seed: int
     folder: Path  # in which they are kept
     clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to, for oracle routing
-
-    @property
-    def size(self) -> int:
-        return self.sampling.batch
-
-    @property
-    def resolved_sampling(self) -> dict[str, Any]:
-        """Returns how they are made, with the guidance that the model wants where none is asked for."""
-        given = asdict(self.sampling)
-        return given | {"guidance": self.pipe.guidance if given["guidance"] is None else given["guidance"]}
 
     def about(self, span: slice) -> dict[str, Any]:
         return {
             "model": self.pipe.index.hash,
             "experts": list(self.pipe.objectives),
-            "sampling": self.resolved_sampling,
+            "sampling": asdict(self.sampling),
             "captions": list(self.captions[span]),
             "first_seed": self.first_seed + span.start,
             "device": self.pipe.device.type,
@@ -136,9 +122,10 @@ class SampledImages(ImageSet):
 
     def latents(self, span: slice) -> Tensor:
         how = self.sampling
+        assert how.guidance is not None
         seeds = [self.first_seed + i for i in range(span.start, span.stop)]
         prompts = Prompts.encode(self.pipe.text_encoder, self.captions[span])
-        times, guidance = uniform_times(how.steps), self.resolved_sampling["guidance"]
+        times, guidance = uniform_times(how.steps), how.guidance
         if how.solver in SAMPLERS:
             return generate_native(self._expert, prompts, seeds, how.solver, times, guidance)
         labels = None if self.clusters is None else torch.from_numpy(self.clusters[span])

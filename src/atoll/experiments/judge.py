@@ -13,7 +13,7 @@ from atoll.data.builtin import make
 from atoll.data.builtin.avatar_reader import read_avatars
 from atoll.data.builtin.avatars import ATTRIBUTES, attributes_of, draw_avatar
 from atoll.data.shards import TRAIN, Dataset
-from atoll.encoders.codecs import load_codec, pictures_of
+from atoll.encoders.codecs import load_codec, to_uint8
 from atoll.experiments.cache import Snapshot
 from atoll.experiments.images import Images, SampledImages, tensor_of
 from atoll.experiments.measure import MetricSuite
@@ -55,7 +55,7 @@ class Judge:
         """Returns what a model cannot surpass: the figures of other real images, through the codec."""
         codec, rng = load_codec(self.data), np.random.default_rng(1)
         drawn = [draw_avatar(attributes_of(caption), SIZE, rng) for caption in (*self.seen, *self.repeated)]
-        images = pictures_of(codec.decode(codec.encode(tensor_of(np.stack(drawn)))))
+        images = to_uint8(codec.decode(codec.encode(tensor_of(np.stack(drawn)))))
         real, varied = images[: len(self.seen)], images[len(self.seen) :]
         distance = self.suite.compare(FEATURES, self.suite.extract(FEATURES, real))[f"frechet/{FEATURES}"]["value"]
         accuracy = float(np.mean(are_right(real, self.seen)))
@@ -64,10 +64,11 @@ class Judge:
     def judge(self, model: Path, key: Mapping[str, str]) -> Snapshot:
         pipe, real = AtollPipeline(model), dict(self.real)
         spread = real.pop("spread")
+        sampling, folder = Sampling(batch=BATCH, guidance=pipe.guidance), Path(self._folder.name)
         sets = [
             SampledImages(
-                name=model.name, captions=captions, pipe=pipe, sampling=Sampling(batch=BATCH), first_seed=first_seed,
-                folder=Path(self._folder.name),
+                name=model.name, captions=captions, size=BATCH, pipe=pipe, sampling=sampling, first_seed=first_seed,
+                folder=folder,
             )
             for captions, first_seed in ((self.seen, 0), (self.heldout, 10_000), (self.repeated, 20_000))
         ]  # fmt: skip

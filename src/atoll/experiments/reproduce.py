@@ -42,7 +42,7 @@ from atoll.experiments.settings import MetricSettings
 from atoll.experiments.studies import RANDOM, Lab, Recipe, Row, Study, get_studies
 from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_results
 from atoll.partition.partition import partition
-from atoll.plots.canvas import save_picture
+from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
 from atoll.processes import die_with_parent
 from atoll.storage import reason_of, write_json
@@ -54,7 +54,7 @@ def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progre
     `data` is a folder that `atoll prepare` has made, or the name of a set, which is then fetched and prepared in `out`.
     """
     torch.set_num_threads(1)
-    tables = [get_studies(names, Lab(out, recipe, seed)) for seed in range(recipe.plan.seeds)]
+    seeds = [get_studies(names, Lab(out, recipe, seed)) for seed in range(recipe.plan.seeds)]
     recipe.check()
     settings = asdict(recipe) | {"set": data}
     settings["plan"] = {key: settings["plan"][key] for key in ("num_experts", "balance", "ddpm_weighting")}
@@ -71,7 +71,7 @@ def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progre
     with begun(out, "recipe.json", settings):
         if data in sets:
             folder = recipe.data.make(data, out, progress)
-        return _Reproduction(tables, folder, out, recipe, progress).run()
+        return _run(seeds, folder, out, recipe, progress)
 
 
 Node = tuple[Path, int | None, Contender | None]
@@ -80,80 +80,75 @@ Figures = tuple[dict[str, Any], Images]
 """What a process tells of it: as results.json does, and the first images."""
 
 
-class _Reproduction:
-    def __init__(
-        self, tables: Sequence[Mapping[str, Study]], data: Path, out: Path, recipe: Recipe, progress: bool
-    ) -> None:
-        """`tables` are the studies of each seed."""
-        self.tables, self.data, self.out, self.recipe, self.progress = tables, data, out, recipe, progress
-        self.device = recipe.expert.device
+def _run(seeds: Sequence[Mapping[str, Study]], data: Path, out: Path, recipe: Recipe, progress: bool) -> dict[str, Any]:
+    """Sees the studies of all seeds through."""
+    rows = [row for studies in seeds for study in studies.values() for row in study.rows]
+    models = list(dict.fromkeys(row.model for row in rows))
+    for folder in sorted({model.data for model in models}):
+        _partition(data, folder, recipe.plan.balance, progress)
+    train(models, recipe.expert.device, progress)
+    assemble_all(models)
+    measured = _measure([study for studies in seeds for study in studies.values()], out, recipe, progress)
+    card, lab, num = DatasetCard.read(data), Lab(out, recipe), recipe.plan.num_experts
+    parts = {
+        "monolith": lab.part("fm", num),
+        "router": lab.part("router", num),
+    }  # the experts have the monolith's FLOPs
+    results = {
+        "data": {"name": card.source.name, "pictures": card.counts.rows, "license": card.license},
+        "seeds": len(seeds),
+        "recipe": json.loads(json.dumps(asdict(recipe))),
+        "training_flops": {name: training_flops(part.settings, part.data) for name, part in parts.items()},
+        "studies": {name: _describe([studies[name] for studies in seeds], measured) for name in seeds[0]},
+    }
+    write_json(out / "results.json", results)
+    write_text(out / "results.md", render_results(results))
+    for name, study in seeds[0].items():
+        save_image(draw_metrics(results["studies"][name]["rows"], SHOWN), out / f"{name}.png")
+        about, images = measured[_node(study)]
+        samples = {row.label: measured[_node(study, row)][1] for row in study.rows}
+        save_image(draw_samples({REAL: images, **samples}, about["captions"]), out / f"{name}_samples.png")
+    return results
 
-    def run(self) -> dict[str, Any]:
-        models = list({row.model for studies in self.tables for study in studies.values() for row in study.rows})
-        for folder in sorted({model.data for model in models}):
-            self._partition(folder)
-        train(models, self.device, self.progress)
-        assemble_all(models)
-        measured = self._measure()
-        card, lab, num = DatasetCard.read(self.data), Lab(self.out, self.recipe), self.recipe.plan.num_experts
-        parts = {"monolith": lab.part("fm", num), "router": lab.part("router", num)}
-        results = {
-            "data": {"name": card.source.name, "pictures": card.counts.rows, "license": card.license},
-            "seeds": len(self.tables),
-            "recipe": json.loads(json.dumps(asdict(self.recipe))),
-            # All experts together have as many as the monolith.
-            "training_flops": {name: training_flops(part.settings, part.data) for name, part in parts.items()},
-            "studies": {
-                name: _describe([studies[name] for studies in self.tables], measured) for name in self.tables[0]
-            },
-        }
-        write_json(self.out / "results.json", results)
-        write_text(self.out / "results.md", render_results(results))
-        for name, study in self.tables[0].items():
-            save_picture(draw_metrics(results["studies"][name]["rows"], SHOWN), self.out / f"{name}.png")
-            about, images = measured[_node(study)]
-            rows = {row.label: measured[_node(study, row)][1] for row in study.rows}
-            save_picture(draw_samples({REAL: images, **rows}, about["captions"]), self.out / f"{name}_samples.png")
-        return results
 
-    def _partition(self, folder: Path) -> None:
-        if folder.exists():
-            return
-        staged = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(staged, ignore_errors=True)
-        # Where the rows lie: in shards, or in the clusters of another partition.
-        left_out = ("clusters", ".*") if (self.data / "shards").exists() else (".*",)
-        try:  # links stay links, which readers refuse, for they may lead anywhere
-            shutil.copytree(self.data, staged, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
-        except OSError as error:
-            raise InputError(f"cannot copy {self.data} to {folder} ({reason_of(error)}): free the disk") from error
-        method, num = folder.name.split("_")
-        balance = None if method == RANDOM else self.recipe.plan.balance
-        partition(staged, int(num), method=method, cap=balance, progress=self.progress)
-        staged.rename(folder)
+def _partition(data: Path, folder: Path, balance: float | None, progress: bool) -> None:
+    """Makes a copy of the data that is cut into clusters as the folder's name says."""
+    if folder.exists():
+        return
+    staged = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    # Where the rows lie: in shards, or in the clusters of another partition.
+    left_out = ("clusters", ".*") if (data / "shards").exists() else (".*",)
+    try:  # links stay links, which readers refuse, for they may lead anywhere
+        shutil.copytree(data, staged, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
+    except OSError as error:
+        raise InputError(f"cannot copy {data} to {folder} ({reason_of(error)}): free the disk") from error
+    method, num = folder.name.split("_")
+    partition(staged, int(num), method=method, cap=None if method == RANDOM else balance, progress=progress)
+    staged.rename(folder)
 
-    def _measure(self) -> dict[Node, Figures]:
-        """Measures each row of each seed once, however many tables it is in, by one process per slot."""
-        studies = [study for studies in self.tables for study in studies.values()]
-        real = dict.fromkeys(map(_node, studies))
-        rows = dict.fromkeys(_node(study, row) for study in studies for row in study.rows)
-        slots, context = find_slots(self.device)[: len(rows)], get_context("spawn")
-        environments = context.SimpleQueue()
-        for slot in slots:
-            environments.put(dict(slot))
-        measure = partial(_measure_node, self.out / "evaluation", self.recipe.plan.metrics(self.device))
-        measured: dict[Node, Figures] = {}
-        try:
-            with ProcessPoolExecutor(len(slots), context, _begin, (environments,)) as pool:
-                for nodes in (real, rows):  # what all are compared with is there before it is needed
-                    figures = tqdm(pool.map(measure, nodes), "judging", len(nodes), disable=not self.progress)
-                    measured |= zip(nodes, figures, strict=True)
-        except BrokenProcessPool as error:
-            raise InputError(
-                "a process that judges was killed, perhaps for lack of memory: rerun the same command to resume, or "
-                "have fewer images at a time, by `batch` in [study]"
-            ) from error
-        return measured
+
+def _measure(studies: Sequence[Study], out: Path, recipe: Recipe, progress: bool) -> dict[Node, Figures]:
+    """Measures each row of each seed once, however many tables it is in, by one process per slot."""
+    real = dict.fromkeys(map(_node, studies))
+    rows = dict.fromkeys(_node(study, row) for study in studies for row in study.rows)
+    slots, context = find_slots(recipe.expert.device)[: len(rows)], get_context("spawn")
+    environments = context.SimpleQueue()
+    for slot in slots:
+        environments.put(dict(slot))
+    measure = partial(_measure_node, out / "evaluation", recipe.plan.metrics(recipe.expert.device))
+    measured: dict[Node, Figures] = {}
+    try:
+        with ProcessPoolExecutor(len(slots), context, _begin, (environments,)) as pool:
+            for nodes in (real, rows):  # what all are compared with is there before it is needed
+                figures = tqdm(pool.map(measure, nodes), "judging", len(nodes), disable=not progress)
+                measured |= zip(nodes, figures, strict=True)
+    except BrokenProcessPool as error:
+        raise InputError(
+            "a process that judges was killed, perhaps for lack of memory: rerun the same command to resume, or have "
+            "fewer images at a time, by `batch` in [study]"
+        ) from error
+    return measured
 
 
 def _node(study: Study, row: Row | None = None) -> Node:

@@ -14,7 +14,7 @@ from atoll.encoders.codecs import is_quick, load_codec
 from atoll.errors import InputError, printable, unknown
 from atoll.partition.assign import METRICS, Centroids, Indices, assign, by_label, by_random, measure
 from atoll.partition.kmeans import hierarchical
-from atoll.plots.canvas import save_picture
+from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import cluster_map, contact_sheet
 from atoll.storage import alone
 
@@ -127,9 +127,9 @@ def _draw(data: Dataset, cluster_of: Indices, num_clusters: int, folder: Path) -
         rows = np.sort(rng.choice(members, min(on_a_sheet, len(members)), replace=False))
         title = f"cluster {cluster}: {len(members)} images ({len(members) / len(data):.0%})"
         sheet = contact_sheet(decode_rows(data, rows, codec), title, data.strings("caption", rows[:3]))
-        save_picture(sheet, folder / f"{cluster:02d}" / "sheet.png")
+        save_image(sheet, folder / f"{cluster:02d}" / "sheet.png")
     rows = np.sort(rng.choice(len(data), min(on_the_map, len(data)), replace=False))
     features = data.column("features")[rows].astype(np.float64)
     names = [f"cluster {cluster}" for cluster in range(num_clusters)]
     figure = cluster_map(features, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
-    save_picture(figure, folder / "map.png")
+    save_image(figure, folder / "map.png")

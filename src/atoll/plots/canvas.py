@@ -32,7 +32,7 @@ def blank(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     return sheet, ImageDraw.Draw(sheet)
 
 
-def save_picture(picture: Image.Image, path: Path) -> None:
+def save_image(picture: Image.Image, path: Path) -> None:
     write_whole(path, lambda staged: picture.save(staged, "PNG"))
 
 

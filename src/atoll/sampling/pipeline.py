@@ -7,6 +7,7 @@ every part at once, where here experts come into memory when they are first need
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,13 +23,13 @@ from atoll.cards import INDEX, ModelIndex, RouterCard, require_fit, require_same
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.encoders.codecs import FOLDER as CODEC
-from atoll.encoders.codecs import load_codec, pictures_of
+from atoll.encoders.codecs import load_codec, to_uint8
 from atoll.encoders.pretrained import dtype_name
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
 from atoll.networks.stored import DTYPES
-from atoll.plots.canvas import save_picture
+from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling.assemble import copy_model, find_model, load_router, push_model
 from atoll.sampling.ensemble import Ensemble, Routed, generate
@@ -37,6 +38,7 @@ from atoll.sampling.model_card import SAMPLES
 from atoll.sampling.routing import POLICIES, get_routing
 from atoll.sampling.settings import GUIDANCE, Sampling
 from atoll.sampling.trace import ImageTrace, Preview
+from atoll.tensors import get_device
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 
@@ -122,7 +124,7 @@ class AtollPipeline:
         if prompts:
             samples = self(prompts, seed=list(range(len(prompts))))
             assert isinstance(samples.images, list)
-            save_picture(draw_grid(samples.images, prompts), self.folder / SAMPLES)
+            save_image(draw_grid(samples.images, prompts), self.folder / SAMPLES)
         return push_model(self.folder, repo_id, private, token)
 
     def to(
@@ -142,10 +144,6 @@ class AtollPipeline:
         return self
 
     @property
-    def num_experts(self) -> int:
-        return self.index.num_experts
-
-    @property
     def objectives(self) -> tuple[str, ...]:
         """Returns each expert's by name, or "missing"."""
         present = zip(self.index.objectives, self.ensemble.present.tolist(), strict=True)
@@ -157,34 +155,31 @@ class AtollPipeline:
         return GUIDANCE if set(self.learned_guidance) == {1.0} else 1.0
 
     def _open_ensemble(self) -> None:
-        for part in (self.codec, self.text_encoder, self.router):
-            if part is not None:
-                part.to(self.device)
-        experts = [
-            None if part is None else self._open_expert(self.folder / part.folder, part.cluster)
-            for part in self.index.experts
-        ]
-        self.ensemble = Ensemble(experts, self.router, max_resident=self.max_resident)
-        self.learned_guidance = tuple(float(expert.card.guidance) for expert in experts if expert is not None)
-        if len(set(self.learned_guidance)) > 1:
-            scales = ", ".join(f"{scale:g}" for scale in self.learned_guidance)
+        for network in (self.codec, self.text_encoder, self.router):
+            if network is not None:
+                network.to(self.device)
+        index, parts = self.index, self.index.experts
+        self.ensemble = Ensemble.open(
+            [None if part is None else self.folder / part.folder for part in parts], self.router,
+            conversion=self.conversion, dtype=self.dtype, device=self.device, max_resident=self.max_resident,
+        )  # fmt: skip
+        scales = []
+        for expert, part in zip(self.ensemble.experts, parts, strict=True):
+            if isinstance(expert, FolderExpert) and part is not None:
+                require_fit(expert.path, expert.card, index.latent_space, index.text_encoder, INDEX)
+                if expert.card.cluster != part.cluster:
+                    raise InputError(
+                        f"{expert.path} is the expert of cluster {expert.card.cluster}, not of {part.cluster}: "
+                        "assemble the model again"
+                    )
+                scales.append(float(expert.card.guidance))
+        self.learned_guidance = tuple(scales)
+        if len(set(scales)) > 1:
             warnings.warn(
-                f"the experts of {self.folder} have learned guidance of {scales}: whatever one asks for is on top of "
-                "it, so distil them alike",
+                f"the experts of {self.folder} have learned guidance of {', '.join(f'{scale:g}' for scale in scales)}: "
+                "whatever one asks for is on top of it, so distil them alike",
                 stacklevel=3,
             )
-
-    def _open_expert(self, path: Path, cluster: int | None) -> FolderExpert | None:
-        """Returns an expert without reading its weights; None if its folder is not there."""
-        if not path.exists():
-            return None
-        expert = FolderExpert(path, conversion=self.conversion, dtype=self.dtype, device=self.device)
-        require_fit(path, expert.card, self.index.latent_space, self.index.text_encoder, INDEX)
-        if expert.card.cluster != cluster:
-            raise InputError(
-                f"{path} is the expert of cluster {expert.card.cluster}, not of {cluster}: assemble the model again"
-            )
-        return expert
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -241,15 +236,13 @@ class AtollPipeline:
                     break
                 prompts, negatives, seeds = zip(*requests[start : start + batch_size], strict=True)
                 watch = _Watch(self, callback_on_step_end, on_trace, bar)
-                try:
-                    latents = generate(
+                with suppress(_Interrupted):
+                    generate(
                         self.ensemble, Prompts.encode(self.text_encoder, prompts, negatives), seeds, solver=solver,
                         times=times, routing=policy, guidance=guidance, on_step=watch.on_step,
                         trace=watch.on_evaluation,
                     )  # fmt: skip
-                except _Interrupted as stop:
-                    latents = stop.latents
-                images.append(self.render(latents, output_type))
+                images.append(self.render(watch.latents, output_type))
                 traces += watch.traces()
         settings: dict[str, Any] = {
             "steps": num_steps,
@@ -276,13 +269,15 @@ class AtollPipeline:
             return latents
         images = self.codec.decode(latents.to(self.device))
         if output_type == "pil":
-            return [Image.fromarray(picture) for picture in pictures_of(images)]
+            return [Image.fromarray(picture) for picture in to_uint8(images)]
         unit = (images.clamp(-1, 1) + 1) / 2
         return unit if output_type == "pt" else unit.permute(0, 2, 3, 1).cpu().numpy()
 
 
 class _Watch:
     """What one batch shows on its way: to the callback, to the progress bar, and to its traces."""
+
+    latents: Tensor  # where the last step has led
 
     def __init__(self, pipe: AtollPipeline, callback: OnStepEnd | None, shown: range, bar: Any) -> None:
         self.pipe, self.callback, self.shown, self.bar = pipe, callback, shown, bar
@@ -302,8 +297,9 @@ class _Watch:
             if answer is not None and "latents" in answer:
                 step.x.copy_(answer["latents"])  # the solver goes on from this very tensor
         self.bar.update()
+        self.latents = step.x
         if self.pipe._interrupt:  # which one sets, as with diffusers
-            raise _Interrupted(step.x)
+            raise _Interrupted
 
     def traces(self) -> list[ImageTrace]:
         weights = torch.stack(self.weights, 1)  # [B, evaluations, K]
@@ -316,27 +312,8 @@ class _Watch:
 class _Interrupted(Exception):
     """Ends the solver early; it never leaves this module."""
 
-    def __init__(self, latents: Tensor) -> None:
-        super().__init__()
-        self.latents = latents
-
 
 # ------------------------------------------------------------------------------------------------------------------
-
-
-def get_device(name: torch.device | str) -> torch.device:
-    """Returns the device of the name auto, cpu, cuda or cuda:N, if it is here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {str(name)!r}: give auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {str(name)!r} is not supported: give auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"there is no {name} here: use cpu, or auto")
-    return device
 
 
 def get_dtype(dtype: torch.dtype | str) -> torch.dtype:

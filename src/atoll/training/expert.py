@@ -13,7 +13,7 @@ from atoll.cards import LatentSpace, TextEncoderCard, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import decode_rows, refuse_inside
 from atoll.diffusion.solvers import uniform_times
-from atoll.encoders.codecs import Codec, is_quick, load_codec, pictures_of
+from atoll.encoders.codecs import Codec, is_quick, load_codec, to_uint8
 from atoll.encoders.pretrained import fingerprint
 from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
@@ -133,7 +133,7 @@ class ExpertTask(CaptionedTask):
         ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])
         prompts = Prompts.of(tokens, mask, *null)
         latents = generate(ensemble, prompts, range(len(rows)), guidance=self.guidance, times=uniform_times(24))
-        images = pictures_of(codec.decode(latents))
+        images = to_uint8(codec.decode(latents))
         captions = self.view.data.strings("caption", rows)
         title = f"{self.view.name}, {self.settings.objective}"
         real = decode_rows(self.view.data, rows, codec, side=images.shape[1])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from atoll.errors import InputError, printable
-from atoll.plots.canvas import save_picture
+from atoll.plots.canvas import save_image
 from atoll.processes import stop_signals
 from atoll.training import checkpoint
 from atoll.training.checkpoint import Progress
@@ -68,7 +68,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
             checkpoint.write_run(folder, {**about, "complete": False})
 
         def save() -> None:
-            if is_main:
+            if is_main and progress.bad_in_a_row == 0 and learner.is_finite():  # so all are good to go back to
                 checkpoint.save(checkpoints, learner.tensors(), progress, settings.keep_last, settings.keep_every)
 
         if resumed is None:
@@ -118,15 +118,14 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             f"the loss of {folder} was not finite, or a thousand times the first, in steps "
                             f"{first_bad} to {step - 1}, at a learning rate of {lr:.3g}"
                         )
-                        good = checkpoint.find_good(checkpoints, first_bad)
-                        if progress.rollbacks or good is None:
-                            end = "" if good is None else f"; the last good checkpoint is {good}"
-                            raise InputError(
-                                f"{problem}, also after going back once: begin again with a lower --lr{end}"
-                            )
+                        if progress.rollbacks:
+                            raise InputError(f"{problem}, also after going back once: begin again with a lower --lr")
+                        paths = checkpoint.saved(checkpoints)
+                        if len(paths) > 1 and int(paths[-1].stem) == first_bad:
+                            paths.pop()  # what fails at once was broken when it was saved
                         distributed.barrier()
                         skipped = progress.skipped
-                        progress = checkpoint.load(good, learner.tensors())
+                        progress = checkpoint.load(paths[-1], learner.tensors())
                         learner.set_updates(progress.updates)
                         progress.rollbacks, progress.skipped, progress.bad_in_a_row = 1, skipped, 0
                         distributed.barrier()
@@ -149,10 +148,9 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                                 metrics, grid = task.evaluate(sample)
                             log.write({"step": step, **metrics})
                             if grid is not None:
-                                save_picture(grid, folder / "samples" / f"{step:09d}.png")
+                                save_image(grid, folder / "samples" / f"{step:09d}.png")
                                 log.show("samples", grid, step)
-                        is_due = step % settings.save_every == 0 or last
-                        if is_due and progress.bad_in_a_row == 0 and learner.is_finite():
+                        if step % settings.save_every == 0 or last:
                             save()
 
                     progress.seconds += time.perf_counter() - start
@@ -160,8 +158,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                     bar.update(1)
                     stop = distributed.any(bool(signals))  # all processes stop at one step
             except InputError:
-                if progress.bad_in_a_row < MAX_BAD_STEPS:
-                    save()
+                save()
                 raise
             except torch.OutOfMemoryError as error:
                 raise InputError(
@@ -174,7 +171,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
             save()
             if signals and signals[-1].signal is signal.SIGINT:
                 raise KeyboardInterrupt
-            end = f"told to stop, saved at step {progress.step} of {settings.steps}; rerun the same command to resume"
+            end = f"stopped at step {progress.step} of {settings.steps}, rerun the same command to resume"
             return [f"{folder}: {end}"] if is_main else []
         if not is_main:
             return []
