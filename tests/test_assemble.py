@@ -15,12 +15,11 @@ from atoll.cards import ExpertCard, ModelIndex
 from atoll.cli.main import main
 from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.sources import Source
-from atoll.diffusion.objective import Objective, get_objective
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
 from atoll.sampling import assemble as module
-from atoll.sampling.assemble import assemble, copy_model, find_model, objective_name
+from atoll.sampling.assemble import assemble, copy_model, find_model
 from atoll.training import expert as expert_module
 from atoll.training import router as router_module
 from atoll.training.expert import train_expert
@@ -190,10 +189,6 @@ class TestWhole:
         assert "3 experts (0 fm, 1 ddpm, 2 fm)" in told
         assert ModelIndex.read(tmp_path / "model").hash in told
 
-    def test_objectives_have_the_names_of_the_command_line(self):
-        assert objective_name(get_objective("v")) == "v"
-        assert objective_name(Objective("eps", "ddpm")) == "eps, ddpm"
-
 
 class TestMissing:
     def test_it_is_named(self, data, run, tmp_path):
@@ -303,7 +298,7 @@ class TestRefused:
         self.refused("there are no experts", tmp_path, [], None, data)
         self.refused("nowhere is not a folder", tmp_path, [tmp_path / "nowhere"], None, data)
         self.refused("has neither config.json nor expert_0", tmp_path, [data], None, data)
-        self.refused("router is a Router, not an expert", tmp_path, [run / "router"], None, data)
+        self.refused("describes a 'Router', not a DiT", tmp_path, [run / "router"], None, data)
 
     def test_truncated_weights(self, data, mine, tmp_path):
         path = mine / "expert_1" / "model.safetensors"
@@ -337,7 +332,7 @@ class TestReplaced:
 
     def test_what_is_no_model_is_not(self, data, mine, tmp_path):
         before = files_in(mine)
-        with pytest.raises(InputError, match="is not empty and not a model"):
+        with pytest.raises(InputError, match="is not a model that can be read"):
             assemble([mine], None, mine, data)
         assert files_in(mine) == before
 
@@ -363,7 +358,7 @@ class TestReplaced:
     def test_a_model_that_cannot_be_read_is_not(self, data, run, tmp_path):
         assemble([run], None, tmp_path / "model", data)
         (tmp_path / "model" / "model_index.json").write_text("{}")
-        with pytest.raises(InputError, match="holds a model that is damaged or too old: move it"):
+        with pytest.raises(InputError, match="is not a model that can be read: choose another folder"):
             assemble([run], None, tmp_path / "model", data)
 
     def test_a_copy_of_half_a_part_is_not_made(self, data, run, tmp_path):
@@ -375,7 +370,7 @@ class TestReplaced:
 
     def test_a_file_is_not(self, data, run, tmp_path):
         (tmp_path / "model").write_text("mine")
-        with pytest.raises(InputError, match="model is a file"):
+        with pytest.raises(InputError, match="is not a model that can be read"):
             assemble([run], None, tmp_path / "model", data)
 
     def test_a_failure_keeps_the_older_model(self, data, run, tmp_path, monkeypatch):

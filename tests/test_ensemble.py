@@ -299,9 +299,7 @@ def test_a_time_for_each_sample(experts):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_networks_in_less_precision(folders, dtype):
     """Latents stay float32; on a CPU only their size is expected to agree."""
-    exact, less = (
-        make(Ensemble.open(folders[:1], dtype=d), range(2), guidance=2.0) for d in (torch.float32, dtype)
-    )
+    exact, less = (make(Ensemble.open(folders[:1], dtype=d), range(2), guidance=2.0) for d in (torch.float32, dtype))
     assert less.dtype == torch.float32
     assert float((exact - less).norm() / exact.norm()) < 0.1
 
@@ -388,7 +386,7 @@ def test_a_missing_expert_is_named(experts):
 
 
 def test_a_missing_folder(folders, tmp_path):
-    with pytest.warns(UserWarning, match="nowhere of 2 experts is missing"):
+    with pytest.warns(UserWarning, match="expert_1 of 2 experts is missing"):
         Ensemble.open([folders[0], tmp_path / "nowhere"])
     with pytest.raises(InputError, match="none of the experts is there"):
         Ensemble.open([tmp_path / "nowhere"])

@@ -401,6 +401,9 @@ class TestFolder:
         monkeypatch.setattr("atoll.networks.stored.HfApi", Hub)
         assert pipe.push_to_hub("me/model") == "there"
         assert sent["folder_path"] == pipe.folder
+        assert {"samples.png", "README.md"} <= set(sent["allow_patterns"])
+        assert "](samples.png)" in (pipe.folder / "README.md").read_text()
+        assert Image.open(pipe.folder / "samples.png").width > 8 * 32
         assert not any("bin" in pattern for pattern in sent["allow_patterns"])
         with pytest.raises(InputError, match="the hub did not take no"):
             pipe.push_to_hub("no")
@@ -467,7 +470,8 @@ class TestSpoilt:
         with pytest.raises(InputError, match="expert_0/config.json is not the file"):
             AtollPipeline.from_pretrained(mine)
         sign(mine)
-        with pytest.raises(InputError, match="expert_0 is the expert of cluster 1, not of 0: assemble the model again"):
+        exchanged = pytest.raises(InputError, match="expert_0 is the expert of cluster 1, not of 0: assemble the model")
+        with pytest.warns(UserWarning, match="expert_1 of 3 experts is missing"), exchanged:
             AtollPipeline.from_pretrained(mine)
 
     @pytest.mark.parametrize("part", ["expert_1", "router", "vae", "text_encoder"])

@@ -29,15 +29,14 @@ from atoll.cards import (
     file_digest,
     require_fit,
 )
-from atoll.diffusion.objective import OBJECTIVES, Objective
+from atoll.diffusion.objective import OBJECTIVES
 from atoll.encoders.codecs import FOLDER as CODEC
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.pretrained import named
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TOKENIZER, load_text_encoder
-from atoll.errors import InputError, shown
+from atoll.errors import InputError
 from atoll.networks.centroid_router import CentroidRouter
-from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.router import Router
 from atoll.networks.stored import WEIGHTS, folder_of, push_folder
@@ -147,12 +146,6 @@ def push_model(folder: Path, repo_id: str, private: bool | None = None, token: s
     return push_folder(folder, [INDEX, *page, *index.files], repo_id, private, token)
 
 
-def objective_name(objective: Objective) -> str:
-    """Returns the name it has on the command line, or what it predicts on which schedule."""
-    names = [name for name, known in OBJECTIVES.items() if known == objective]
-    return names[0] if names else f"{objective.prediction}, {objective.schedule}"
-
-
 # --- the parts ----------------------------------------------------------------------------------------------------
 
 
@@ -168,9 +161,9 @@ def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
         raise InputError(f"{folder} is not a folder: give that of an expert, or one that `atoll train-all` has made")
     if (folder / CONFIG).exists():
         return [folder]
-    inside = expert_folders(folder)
-    finished = [path for path in inside if (path / CONFIG).exists()]
-    if unfinished := [path for path in inside if path not in finished and not allow_missing]:
+    folders = expert_folders(folder)
+    finished = [path for path in folders if (path / CONFIG).exists()]
+    if unfinished := [path for path in folders if path not in finished and not allow_missing]:
         raise InputError(f"{unfinished[0]} has no {CONFIG}: train it to its end, or give --allow-missing")
     if not finished:
         raise InputError(f"{folder} has neither {CONFIG} nor expert_0: give the folder of an expert that is trained")
@@ -210,11 +203,10 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
 
 def _check_expert(folder: Path) -> ObjectiveName:
     """Returns an expert's objective, after all of it was read and found whole."""
-    kind = read_json(folder / CONFIG, "give the folder of an expert").get("model")
-    if kind != DiT.__name__:
-        raise InputError(f"{folder} is a {shown(kind)[1:-1]}, not an expert: give it as --router, if it is one")
     trained = Expert.load(folder).objective
-    return ObjectiveName(name=objective_name(trained), prediction=str(trained.prediction), schedule=trained.schedule)
+    names = [name for name, known in OBJECTIVES.items() if known == trained]  # as on the command line
+    name = names[0] if names else f"{trained.prediction}, {trained.schedule}"
+    return ObjectiveName(name=name, prediction=str(trained.prediction), schedule=trained.schedule)
 
 
 def load_router(folder: Path) -> Router | CentroidRouter:
@@ -313,21 +305,16 @@ def _staged(out: Path) -> Iterator[Path]:
 
 def check_free(out: Path) -> None:
     """Refuses to replace anything but an older model: what else lies in its folder is not ours to remove."""
-    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) if out.is_dir() else []
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file: choose another folder for the model")
-    if not files:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if INDEX not in files:
-        raise InputError(f"{out} is not empty and not a model: choose another folder, it is left as it is")
     try:
         index = ModelIndex.read(out)
     except InputError as error:
         raise InputError(
-            f"{out} holds a model that is damaged or too old: move it, or choose another folder"
+            f"{out} is not a model that can be read: choose another folder, it is left as it is"
         ) from error
     ours = {INDEX, SAMPLES, *index.files, *(Path(name).parts[0] for name in index.files)}
     ours |= {README} if is_ours(out, index) else set()
-    for name in files:
-        if name not in ours:
+    for path in sorted(out.rglob("*")):
+        if (name := path.relative_to(out).as_posix()) not in ours:
             raise InputError(f"{out} holds {name}, which is not of the model in it: move it, or choose another folder")

@@ -54,13 +54,12 @@ class Ensemble:
         router: Router | CentroidRouter | Logits | None = None,
         *,
         max_resident: int | None = None,
-        names: Sequence[str] | None = None,  # for warnings
     ) -> None:
         if max_resident is not None and max_resident < 1:
             raise InputError(f"max_resident must be a whole number of at least 1, or None, but is {max_resident}")
         self.experts, self.router, self.max_resident = tuple(experts), router, max_resident
         self._recent: list[VelocityExpert] = []  # those in memory, the least recently used first
-        self.names = tuple(f"expert_{k}" for k in range(len(experts))) if names is None else tuple(names)
+        self.names = tuple(f"expert_{k}" for k in range(len(experts)))
         self.temperature = 1.0
         if isinstance(router, Router | CentroidRouter):
             self.temperature = router.card.get("temperature", 1.0)
@@ -86,7 +85,7 @@ class Ensemble:
     @classmethod
     def open(
         cls,
-        folders: Sequence[str | Path],
+        folders: Sequence[str | Path | None],
         router: Router | CentroidRouter | Logits | None = None,
         *,
         conversion: Conversion | str | None = None,
@@ -96,10 +95,12 @@ class Ensemble:
     ) -> "Ensemble":
         """Returns experts from their folders, loaded when first needed; a folder that is not there is a missing one."""
         experts = [
-            FolderExpert(folder, conversion=conversion, dtype=dtype, device=device) if Path(folder).exists() else None
+            FolderExpert(folder, conversion=conversion, dtype=dtype, device=device)
+            if folder is not None and Path(folder).exists()
+            else None
             for folder in folders
         ]
-        return cls(experts, router, max_resident=max_resident, names=[str(folder) for folder in folders])
+        return cls(experts, router, max_resident=max_resident)
 
     @property
     def num_experts(self) -> int:
@@ -153,7 +154,7 @@ class Mixture:
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """Returns dx/dt at canonical (x, t), t 0-d or one per sample."""
-        assert self.prompts is None or len(self.prompts) == len(x)
+        assert self.prompts is None or len(self.prompts.positive) == len(x)
         if not bool(torch.isfinite(x).all()):
             raise InputError("x holds values that are not finite: use smaller guidance or more steps")
         if len(self.present) != len(x):
@@ -162,14 +163,11 @@ class Mixture:
         self._evaluations += 1
         weights = self._weights(x, t, list(range(len(x))))
         while True:
-            try:
-                return self._mixed(x, t, weights)
-            except _NotFiniteError as failure:
-                self._take_out(failure)
-                # The others keep their weights: no image depends on what happened to another of its batch.
-                weights = weights.index_copy(
-                    0, torch.tensor(failure.rows, device=x.device), self._weights(x, t, failure.rows)
-                )
+            velocity, failed = self._mixed(x, t, weights)
+            if not failed:
+                return velocity
+            # The others keep their weights: no image depends on what happened to another of its batch.
+            weights = weights.index_copy(0, torch.tensor(failed, device=x.device), self._weights(x, t, failed))
 
     def _ask_router(self, x: Tensor, t: Tensor) -> None:
         """Brings the router's answers up to date, where they are needed."""
@@ -209,8 +207,11 @@ class Mixture:
         # What rounding would swallow is not run: also `full` costs little where the router is sure.
         return torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
 
-    def _mixed(self, x: Tensor, t: Tensor, weights: Tensor) -> Tensor:
-        """Returns the sum of the experts' velocities, each of those samples that give it weight."""
+    def _mixed(self, x: Tensor, t: Tensor, weights: Tensor) -> tuple[Tensor, list[int]]:
+        """Returns the sum of the experts' velocities, each of those samples that give it weight.
+
+        If an expert fails on some samples, it is left out of their run, and it is these that are returned.
+        """
         chosen = weights.cpu() > 0
         needed = chosen.any(0).nonzero().flatten().tolist()
         order = sorted(needed, key=lambda number: not self.ensemble.is_resident(number))
@@ -220,11 +221,12 @@ class Mixture:
             places = rows.to(x.device)
             try:
                 u = self._velocity_of(number, *_part(x, t, places), rows.tolist())
-            except NotFiniteError as error:  # its weights themselves
-                raise _NotFiniteError(number, rows.tolist()) from error
-            bad = ~torch.isfinite(u).flatten(1).all(1).cpu()
+                bad = ~torch.isfinite(u).flatten(1).all(1).cpu()
+            except NotFiniteError:  # its weights themselves
+                bad = torch.ones(len(rows), dtype=torch.bool)
             if bool(bad.any()):
-                raise _NotFiniteError(number, rows[bad].tolist())
+                self._leave_out(number, failed := rows[bad].tolist())
+                return x, failed
             parts[number] = places, u
         if self.trace is not None:
             self.trace(Routed(t, weights, tuple(order)))
@@ -232,7 +234,7 @@ class Mixture:
         for number in needed:  # in this order also when `order` is another, for the same rounding
             places, u = parts[number]
             total.index_add_(0, places, broadcast(weights[places, number], u) * u)
-        return total
+        return total, []
 
     def _velocity_of(self, number: int, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
         expert = self.ensemble.take(number)
@@ -245,9 +247,9 @@ class Mixture:
         texts = self._texts_of[number]
         return guided(expert.velocity, self.guidance, lambda both: texts.context(rows, both))(x, t)
 
-    def _take_out(self, failure: "_NotFiniteError") -> None:
-        number, name = failure.number, self.ensemble.names[failure.number]
-        self.present[failure.rows, number] = False
+    def _leave_out(self, number: int, rows: list[int]) -> None:
+        name = self.ensemble.names[number]
+        self.present[rows, number] = False
         if not bool(self.present.any(1).all()):
             raise InputError(
                 f"the velocity of {name} is not finite and no other expert is left: "
@@ -257,7 +259,7 @@ class Mixture:
             self._warned.add(number)
             warnings.warn(
                 f"the velocity of {name} is not finite: it is left out, and its weight goes to the others",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -276,14 +278,6 @@ def _router_text(
         return TextCache(lambda tokens: router.read_text(tokens.to(device)), prompts).context
     logits = torch.cat([router.read_text(prompts.texts[number]) for number in prompts.positive])  # [B, K]
     return lambda rows: logits[rows]
-
-
-class _NotFiniteError(Exception):
-    """An expert failed on some samples; it never leaves this module."""
-
-    def __init__(self, number: int, rows: list[int]) -> None:
-        super().__init__(number)
-        self.number, self.rows = number, rows
 
 
 # --- from noise to latents ----------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ sees depends neither on the others in its batch nor on when the expert came into
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from atoll.cards import ExpertCard, file_digest
 from atoll.diffusion.prediction import Prediction
@@ -141,9 +143,6 @@ class Prompts:
     positive: tuple[int, ...]
     negative: tuple[int, ...] | None = None  # None: there is no null text, hence no guidance
 
-    def __len__(self) -> int:
-        return len(self.positive)
-
     @classmethod
     def encode(cls, encoder: TextEncoder, prompts: Sequence[str], negative: str | Sequence[str] = "") -> Self:
         """Encodes each distinct text once; `negative` takes the place of the null text, for all samples or for each."""
@@ -159,21 +158,16 @@ class Prompts:
         cls, tokens: Tensor, mask: Tensor | None, null: Tensor | None = None, null_mask: Tensor | None = None
     ) -> Self:
         """From tokens[B, L, text_dim] with mask[B, L], and a null text for all samples or one for each."""
-        numbers: dict[bytes, int] = {}
-        texts: list[Tensor] = []
-
-        def number_of(text: Tensor) -> int:
-            key = text.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            if key not in numbers:
-                numbers[key] = len(texts)
-                texts.append(text[None])
-            return numbers[key]
-
-        positive = tuple(number_of(text) for text in _without_padding(tokens, mask))
-        if null is None:
-            return cls(tuple(texts), positive)
-        negative = tuple(number_of(text) for text in _without_padding(null, null_mask))
-        return cls(tuple(texts), positive, negative * len(positive) if len(negative) == 1 else negative)
+        texts = _without_padding(tokens, mask) + ([] if null is None else _without_padding(null, null_mask))
+        keys = [text.cpu().contiguous().view(torch.uint8).numpy().tobytes() for text in texts]
+        distinct = dict(zip(keys, texts, strict=True))
+        numbers = {key: number for number, key in enumerate(distinct)}
+        positive, negative = (
+            tuple(numbers[key] for key in part) for part in (keys[: len(tokens)], keys[len(tokens) :])
+        )
+        if len(negative) == 1:
+            negative *= len(positive)
+        return cls(tuple(text[None] for text in distinct.values()), positive, None if null is None else negative)
 
 
 def _without_padding(tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
@@ -186,8 +180,7 @@ class TextCache:
 
     def __init__(self, read_text: Callable[[Tensor], TextContext], prompts: Prompts) -> None:
         self.prompts = prompts
-        self._read_text = read_text
-        self._texts: dict[int, tuple[Tensor, Tensor | None]] = {}  # [depth, 2, H, L, d/H], and prior_mean[1, C, S, S]
+        self._text = cache(lambda number: _stacked(read_text(prompts.texts[number])))
         self._last: tuple[object, TextContext] | None = None
 
     def context(self, rows: Sequence[int], guided: bool = False) -> TextContext:
@@ -203,24 +196,19 @@ class TextCache:
             self._last = key, _put_together([self._text(number) for number in numbers])
         return self._last[1]
 
-    def _text(self, number: int) -> tuple[Tensor, Tensor | None]:
-        if number not in self._texts:
-            context = self._read_text(self.prompts.texts[number])
-            self._texts[number] = torch.stack([torch.cat(block) for block in context.keys_values]), context.prior_mean
-        return self._texts[number]
+
+def _stacked(context: TextContext) -> tuple[Tensor, Tensor | None]:
+    """Returns one text as [L, depth, 2, H, d/H], and prior_mean[1, C, S, S]."""
+    return torch.stack([torch.cat(block) for block in context.keys_values]).movedim(3, 0), context.prior_mean
 
 
-def _put_together(read: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
-    """Returns texts[depth, 2, H, L, d/H] that were read one by one as a batch of them, padded to the longest."""
-    texts = [text for text, _ in read]
-    means = [mean for _, mean in read if mean is not None]
-    lengths = [text.shape[3] for text in texts]
-    longest = max(lengths)
-    depth, _, heads, _, width = texts[0].shape
-    batch = texts[0].new_zeros(depth, 2, len(texts), heads, longest, width)
-    for i, text in enumerate(texts):
-        batch[:, :, i, :, : text.shape[3]] = text
+def _put_together(texts: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
+    """Returns texts that were read one by one as a batch of them, padded to the longest."""
+    batch = pad_sequence([text for text, _ in texts], batch_first=True)  # [B, L, depth, 2, H, d/H]
+    lengths = torch.tensor([len(text) for text, _ in texts])
     mask = None
-    if min(lengths) < longest:
-        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None].to(batch.device)
-    return TextContext(tuple((keys, values) for keys, values in batch), mask, torch.cat(means) if means else None)
+    if len({len(text) for text, _ in texts}) > 1:
+        mask = (torch.arange(batch.shape[1]) < lengths[:, None])[:, None, None].to(batch.device)
+    means = [mean for _, mean in texts if mean is not None]
+    blocks = batch.permute(2, 3, 0, 4, 1, 5).contiguous()  # [depth, 2, B, H, L, d/H]
+    return TextContext(tuple((keys, values) for keys, values in blocks), mask, torch.cat(means) if means else None)
