@@ -201,7 +201,7 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
         "table1": lambda: Study(
             "Monolith and ensemble with as many FLOPs of training (HDDM, Table 1; DDM, its table of policies)",
             "HDDM: top-2 beats the monolith by 24%, the full ensemble is worst. DDM: all policies beat it, top-1 is "
-            "best, sampling one expert a step is useless.",
+            "best, sampling one expert per step is useless.",
             Row("monolith", monolith, usual, "29.64", "12.81"),
             Row("top-1", homogeneous, top1, "30.60", "9.84"),
             Row("top-2", homogeneous, by("topk:2"), "22.60", "10.31"),
