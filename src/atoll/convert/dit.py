@@ -6,6 +6,7 @@ SiT's time runs the other way and its velocity has the other sign; both are fold
 """
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,16 +36,15 @@ def convert_dit(source: Source, options: Options, format: Format) -> Converted:
     if format is DIT:
         name = "SiT" if backwards else "facebookresearch DiT"
     objective = options.objective_or(_sit_objective(source) if backwards else DIT_OBJECTIVE)
-    ledger, sizes = start(source, options, format)
+    ledger, trunk = start(source, options, format)
     if backwards and objective.prediction is Prediction.VELOCITY:
         for target in ("out.weight", "out.bias"):
             ledger.weights[target] = -ledger.weights[target]
-    take_positions(ledger, sizes)
+    take_positions(ledger, trunk)
     text_dim = TEXT_DIM if options.text_dim is None else options.text_dim
-    config = sizes.config(
-        DiTConfig, text_dim=None if options.as_is else text_dim, adaln="block" if options.as_is else "single",
-        time_scale=1.0 if backwards else 999.0, frequency_shift=format.frequency_shift,
-    )  # fmt: skip
+    changes = {"text_dim": None, "adaln": "block"} if options.as_is else {"text_dim": text_dim}
+    time = {"time_scale": 1.0 if backwards else 999.0, "frequency_shift": format.frequency_shift}
+    config = DiTConfig(**{**asdict(trunk), **changes, **time})
     label, note = _label(source, options, ledger.weights["blocks.0.classes"].shape[0])
     notes = [note]
     mlps = [_time_mlp(ledger, i, label, config, backwards) for i in range(config.depth)]
@@ -54,11 +54,8 @@ def convert_dit(source: Source, options: Options, format: Format) -> Converted:
             notes.append("its blocks have time MLPs of their own, which are fitted to one, not copied")
     else:
         residual = _fit_modulation(ledger, mlps, options.fit)
-    if sizes.out_channels > config.in_channels:
-        notes.append(f"{sizes.out_channels} output channels became {config.in_channels}: no learned sigma")
-    eps = source.config.get("norm_eps", 1e-6)
-    if eps != 1e-6:
-        notes.append(f"norm_eps is {shown(eps)} in the MLPs of the source, and 1e-6 here")
+    if ledger.out_channels > config.in_channels:
+        notes.append(f"{ledger.out_channels} output channels became {config.in_channels}: no learned sigma")
     license = SIT_LICENSE if backwards else DIT_LICENSE
     return Converted(ledger.build(DiT, config, options.seed), ledger, name, license, objective, notes, residual, label)
 
@@ -161,4 +158,4 @@ def _fit_modulation(ledger: Ledger, mlps: list[TimeMLP], how: str) -> dict[str, 
         for name, factor in (("attention.out", out), ("mlp.2", second)):
             scale(f"blocks.{i}.{name}.weight", factor[:, None])  # its rows
             scale(f"blocks.{i}.{name}.bias", factor)
-    return {"fit": how, "by_block": single.residual, "output": single.out_residual}
+    return {"fit": how, "by_block": single.residual}

@@ -20,7 +20,6 @@ from atoll.networks.router import Router
 
 KNOWN_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the published sizes S, B, L and XL
 Network = TypeVar("Network", DiT, Router)
-Config = TypeVar("Config", bound=TrunkConfig)
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,8 @@ class Ledger:
     consumed: set[str] = field(default_factory=set)  # keys of the source
     dropped: dict[str, str] = field(default_factory=dict)  # key of the source: why
     initialised: dict[str, str] = field(default_factory=dict)  # key of the network: how
+    source_size: int = 0  # of the latents that the source was trained on
+    out_channels: int = 0  # of the source, with those of a learned sigma
 
     def take(self, key: str) -> Tensor:
         """Returns a weight of the source in single precision."""
@@ -175,21 +176,7 @@ class Converted:
 # --- sizes and positions ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sizes:
-    trunk: TrunkConfig  # without text
-    source_size: int  # of the latents that the source was trained on
-    out_channels: int  # with those of a learned sigma
-
-    @property
-    def resized(self) -> bool:
-        return self.trunk.input_size != self.source_size
-
-    def config(self, kind: type[Config], **changes: Any) -> Config:
-        return kind(**{**asdict(self.trunk), **changes})
-
-
-def start(source: Source, options: Options, format: Format) -> tuple[Ledger, Sizes]:
+def start(source: Source, options: Options, format: Format) -> tuple[Ledger, TrunkConfig]:
     """Applies the format's table; reads the sizes off the weights, and what these do not tell off the config."""
     ledger, config = Ledger(source), source.config
     depth = next(i for i in count(1) if format.marks[1].replace(".0.", f".{i}.") not in source.weights)
@@ -211,12 +198,12 @@ def start(source: Source, options: Options, format: Format) -> tuple[Ledger, Siz
         raise InputError(f"{source.path} does not say the size of its latents: give --size, 32 for 256 pixels")
     ratio = ledger.weights["blocks.0.mlp.0.weight"].shape[0] / width
     trunk = TrunkConfig(_first(options.input_size, size), channels, patch, width, depth, heads, ratio, text_dim=None)
-    out_channels = channels
     if "out.weight" in ledger.weights:  # keep the rows that make the prediction; those of a learned sigma come after
         for target in ("out.weight", "out.bias"):
             grid = ledger.weights[target].unflatten(0, (patch**2, -1))
-            ledger.weights[target], out_channels = grid[:, :channels].flatten(0, 1), grid.shape[1]
-    return ledger, Sizes(trunk, size, out_channels)
+            ledger.weights[target], ledger.out_channels = grid[:, :channels].flatten(0, 1), grid.shape[1]
+    ledger.source_size = size
+    return ledger, trunk
 
 
 def _first(*values: Any) -> Any:
@@ -224,14 +211,14 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def take_positions(ledger: Ledger, sizes: Sizes, step: float | None = None) -> None:
+def take_positions(ledger: Ledger, trunk: TrunkConfig, step: float | None = None) -> None:
     """Puts in the sines and cosines: the file's, or where it has none of this size, computed `step` apart."""
-    trunk, positions = sizes.trunk, ledger.source.weights.get("pos_embed")
-    if positions is not None and not sizes.resized:
+    positions = ledger.source.weights.get("pos_embed")
+    if positions is not None and trunk.input_size == ledger.source_size:
         ledger.weights["positions"] = ledger.take("pos_embed").flatten(0, -2)
         return
     if positions is not None:
-        ledger.dropped["pos_embed"] = f"it is of latents {sizes.source_size} a side, not {trunk.input_size}"
+        ledger.dropped["pos_embed"] = f"it is of latents {ledger.source_size} a side, not {trunk.input_size}"
     apart = "" if step is None else f", {step:g} apart"
     values = sincos_positions(trunk.hidden_size, trunk.input_size // trunk.patch_size, _first(step, 1.0))
     ledger.weights["positions"], ledger.initialised["positions"] = values, f"sines and cosines{apart}"

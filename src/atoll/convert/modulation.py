@@ -62,7 +62,6 @@ class Single(NamedTuple):
     out: Tensor  # [2, d]
     factors: Tensor  # [blocks, 4, d]: of GROUPS
     residual: list[float]  # by block: of the modulation, relative to it
-    out_residual: float
 
 
 def fit_single(times: Sequence[TimeMLP], maps: Sequence[Layer], last: Layer, out: Tensor, how: str = "curve") -> Single:
@@ -111,7 +110,7 @@ def fit_single(times: Sequence[TimeMLP], maps: Sequence[Layer], last: Layer, out
         residual.append(math.sqrt(float((off**2).mean() / (whole**2).mean().clamp_min(1e-30))))
     tables[:, SCALES] -= 1
     end = centre(two) - centre(tau)  # [2, d]
-    return Single(second, layer, tables, end, factors, residual, _seen_at_output(tau[:, None] + end, two, out))
+    return Single(second, layer, tables, end, factors, residual)
 
 
 def best_factors(curves: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,15 +170,3 @@ def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
     ridge = next(ridge for ridge in RIDGES if lost(ridge) <= enough)
     weight = (along.T * (s / (s**2 + ridge * s[0] ** 2).clamp_min(1e-300))) @ v
     return Layer(weight.to(x.dtype), (level - weight @ centre).to(x.dtype))
-
-
-def _seen_at_output(ours: Tensor, theirs: Tensor, out: Tensor) -> float:
-    """Returns how far the output layer's answer to shift and scale is off, relative to it, for a normalised input."""
-    rows = out.to(ours.dtype)
-    seen = (rows**2).sum(0)
-
-    def square(two: Tensor) -> Tensor:
-        return ((two[:, 0] @ rows.T) ** 2).sum(1).mean() + (seen * two[:, 1] ** 2).sum(1).mean()
-
-    one = torch.tensor([0.0, 1.0], dtype=ours.dtype)[:, None]
-    return math.sqrt(float(square(ours - theirs) / square(theirs + one).clamp_min(1e-30)))

@@ -1,6 +1,8 @@
 """Paris: expert folders, whose architecture ours is, and its router. The key names are those that a public port reads;
 its layer norms are taken to have our epsilon, and the router's head to be linear, GELU, norm, GELU, linear."""
 
+from dataclasses import asdict
+
 from atoll.convert.ledger import Converted, Options, start
 from atoll.convert.tables import PARIS_ROUTER, Format
 from atoll.diffusion.objective import Objective, get_objective
@@ -14,30 +16,30 @@ OBJECTIVES = {"flow_matching": "fm", "flow": "fm", "fm": "fm", "velocity": "fm",
 
 
 def convert_paris(source: Source, options: Options, format: Format) -> Converted:
-    ledger, sizes = start(source, options, format)
-    if sizes.resized:
+    ledger, trunk = start(source, options, format)
+    if trunk.input_size != ledger.source_size:
         raise InputError(
-            f"{source.path} has learned its positions, for latents {sizes.source_size} a side: they cannot be "
-            f"{sizes.trunk.input_size}"
+            f"{source.path} has learned its positions, for latents {ledger.source_size} a side: they cannot be "
+            f"{trunk.input_size}"
         )
     weights = ledger.weights
     weights["positions"] = weights["positions"].flatten(0, -2)
     if format is PARIS_ROUTER:
         weights["class_token"] = weights["class_token"].flatten()
         num = weights["head.4.weight"].shape[0]
-        router = ledger.build(Router, sizes.config(RouterConfig, adaln="block", head="mlp", num_experts=num))
+        config = RouterConfig(**{**asdict(trunk), "adaln": "block"}, head="mlp", num_experts=num)
         note = "what lies between the layers of its head is taken from a port, and not verified"
-        return Converted(router, ledger, format.name, LICENSE, notes=(note,))
+        return Converted(ledger.build(Router, config), ledger, format.name, LICENSE, notes=(note,))
     text_dim = weights["text_embed.weight"].shape[-1]
     if options.text_dim not in (None, text_dim):
         raise InputError(
             f"{source.path} reads text {text_dim} wide, not {options.text_dim}: its text encoder cannot be changed"
         )
-    for cross in (f"blocks.{i}.cross" for i in range(sizes.trunk.depth)):
+    for cross in (f"blocks.{i}.cross" for i in range(trunk.depth)):
         for part in ("weight", "bias"):  # nn.MultiheadAttention has queries, keys and values in one
-            q, k_v = weights.pop(f"{cross}.qkv.{part}").tensor_split([sizes.trunk.hidden_size])
+            q, k_v = weights.pop(f"{cross}.qkv.{part}").tensor_split([trunk.hidden_size])
             weights |= {f"{cross}.q.{part}": q, f"{cross}.kv.{part}": k_v}
-    network = ledger.build(DiT, sizes.config(DiTConfig, text_dim=text_dim))
+    network = ledger.build(DiT, DiTConfig(**{**asdict(trunk), "text_dim": text_dim}))
     objective, note = _objective(source, options)
     return Converted(network, ledger, format.name, LICENSE, objective, (note,))
 

@@ -1,15 +1,17 @@
 """PixArt-alpha, whose architecture ours is: its own .pth files, and diffusers' PixArtTransformer2DModel."""
 
+from dataclasses import asdict
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from atoll.convert.ledger import Converted, Ledger, Options, Sizes, spacing_of, start, take_positions
+from atoll.convert.ledger import Converted, Ledger, Options, spacing_of, start, take_positions
 from atoll.convert.tables import Format
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError, shown
-from atoll.networks.dit import DiT, DiTConfig, frequencies
+from atoll.networks.dit import DiT, DiTConfig, TrunkConfig, frequencies
 from atoll.networks.published import Source
 
 LICENSE = "openrail++ (CreativeML Open RAIL++-M)"
@@ -21,7 +23,7 @@ NULL = "y_embedder.y_embedding"
 
 def convert_pixart(source: Source, options: Options, format: Format) -> Converted:
     """Returns an expert with an MLP for the text, exactly the source."""
-    ledger, sizes = start(source, options, format)
+    ledger, trunk = start(source, options, format)
     notes = []
     text_dim = ledger.weights["text_embed.0.weight"].shape[-1]
     if options.text_dim not in (None, text_dim):
@@ -34,12 +36,13 @@ def convert_pixart(source: Source, options: Options, format: Format) -> Converte
         ledger.dropped[NULL] = "the null text is the encoded empty string"
     sees_size = f"{format.sizes['resolution.0']}.weight" in source.weights
     if sees_size:
-        pixels = PIXELS * sizes.trunk.input_size
+        pixels = PIXELS * trunk.input_size
         ledger.apply(format.sizes)
         _fix_size(ledger, float(pixels))
         notes.append(f"its sight of sizes is fixed to square images of {pixels} pixels")
-    take_positions(ledger, sizes, _spacing(source, sizes, sees_size))
-    network = ledger.build(DiT, sizes.config(DiTConfig, text_dim=text_dim, text_projection="mlp"), options.seed)
+    take_positions(ledger, trunk, _spacing(ledger, trunk, sees_size))
+    config = DiTConfig(**{**asdict(trunk), "text_dim": text_dim, "text_projection": "mlp"})
+    network = ledger.build(DiT, config, options.seed)
     return Converted(network, ledger, format.name, LICENSE, options.objective_or(OBJECTIVE), notes)
 
 
@@ -54,11 +57,11 @@ def _fix_size(ledger: Ledger, pixels: float) -> None:
     ledger.put_layer("time_embed.mlp.2", time._replace(bias=time.bias.clone().add_(torch.cat(answers))))
 
 
-def _spacing(source: Source, sizes: Sizes, sees_size: bool) -> float:
+def _spacing(ledger: Ledger, trunk: TrunkConfig, sees_size: bool) -> float:
     """Returns how far apart places are: those of training, drawn out or pressed together to the size asked for."""
-    drawn_out = sizes.source_size / sizes.trunk.input_size
+    source, drawn_out = ledger.source, ledger.source_size / trunk.input_size
     if source.config:  # as diffusers has it
-        scale = source.config.get("interpolation_scale") or max(sizes.source_size // 64, 1)
+        scale = source.config.get("interpolation_scale") or max(ledger.source_size // 64, 1)
         if type(scale) not in (int, float) or not 1e-3 <= scale <= 1e3:
             raise InputError(
                 f"interpolation_scale in the config of {source.path} is {shown(scale)}, not a number from 0.001 to 1000"
@@ -66,11 +69,11 @@ def _spacing(source: Source, sizes: Sizes, sees_size: bool) -> float:
         return drawn_out / scale
     if "pos_embed" not in source.weights:
         # The models for many sizes, which see the size, were trained on 32 units a side; the others on whole units.
-        return TRAINED_SIDE * sizes.trunk.patch_size / sizes.trunk.input_size if sees_size else 1.0
-    step = spacing_of(source.weights["pos_embed"].flatten(0, -2)) if sizes.resized else 1.0  # else it is copied
+        return TRAINED_SIDE * trunk.patch_size / trunk.input_size if sees_size else 1.0
+    step = spacing_of(source.weights["pos_embed"].flatten(0, -2)) if drawn_out != 1 else 1.0  # else it is copied
     if step is None:
         raise InputError(
             f"pos_embed in {source.path} is not the sines and cosines of a grid, so it cannot be computed for another "
-            f"size: leave out --size, or give {sizes.source_size}"
+            f"size: leave out --size, or give {ledger.source_size}"
         )
     return drawn_out * step
