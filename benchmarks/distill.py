@@ -33,10 +33,9 @@ from tqdm import tqdm
 
 from atoll.data.shards import Dataset
 from atoll.experiments.evaluate import Contender, Evaluation
-from atoll.experiments.figures import name_of, over_seeds
 from atoll.experiments.graph import ModelNode, PartNode, assemble_all, train
-from atoll.experiments.measure import MetricSettings
-from atoll.experiments.tables import with_error
+from atoll.experiments.settings import MetricSettings
+from atoll.experiments.tables import name_of, over_seeds, with_error
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import Sampling
 from atoll.storage import read_json, write_json, write_whole

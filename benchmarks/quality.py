@@ -27,12 +27,14 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.data.shards import Dataset
-from atoll.data.view import DatasetView
+from atoll.data.view import DatasetView, decode_rows
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
 from atoll.encoders.codecs import load_codec, to_uint8
 from atoll.encoders.features import make_features
 from atoll.encoders.text import load_text_encoder
-from atoll.metrics.frechet import Moments, frechet_distance
+from atoll.experiments.images import tensor_of
+from atoll.experiments.measure import MetricSuite
+from atoll.experiments.settings import MetricSettings
 from atoll.metrics.labels import are_right
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
@@ -59,15 +61,14 @@ class Judge:
 
     def __init__(self, data: Path, num: int, seed: int = 0) -> None:
         self.data = Dataset.open(data)
-        self.text, self.codec, self.features = load_text_encoder(data), load_codec(data), make_features("simple")
+        self.text, self.codec = load_text_encoder(data), load_codec(data)
         rows = np.sort(np.random.default_rng(seed).choice(len(self.data), num, replace=False))
         self.captions = self.data.strings("caption", rows)
         self.seeds = [seed * num + i for i in range(num)]
-        latents = torch.from_numpy(self.data.column("latents")[:]).float()
-        self.reference = Moments.of(np.concatenate([self._features(part) for part in latents.split(500)]))
-
-    def _features(self, latents: torch.Tensor) -> NDArray[np.float32]:
-        return self.features.extract(self.codec.decode(latents)).numpy()
+        images = decode_rows(self.data, np.arange(len(self.data)), self.codec)
+        reference = make_features("simple").extract(tensor_of(images)).numpy()
+        settings = MetricSettings(features=("simple",), device="cpu")
+        self.suite = MetricSuite(settings, ("frechet",), reference, Path())
 
     def judge(
         self,
@@ -93,7 +94,8 @@ class Judge:
         latents = torch.cat(parts)
         pictures = to_uint8(self.codec.decode(latents))
         right = float(np.mean(are_right(pictures, self.captions)))
-        return Judged(right, frechet_distance(self.reference, Moments.of(self._features(latents))), seconds, pictures)
+        figures = self.suite.compare("simple", self.suite.extract("simple", pictures))
+        return Judged(right, figures["frechet/simple"]["value"], seconds, pictures)
 
 
 def drawn_to_the_mean(expert: Expert, judge_: Judge) -> Expert:
