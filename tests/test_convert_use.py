@@ -16,8 +16,10 @@ from atoll.convert import Options, convert
 from atoll.data.prepare import PrepareSettings
 from atoll.data.prepare import prepare
 from atoll.data.sources import Source
+from atoll.diffusion.prediction import Prediction
+from atoll.diffusion.schedules import get_schedule
 from atoll.diffusion.solvers import uniform_times
-from atoll.diffusion.transfer import Transfer
+from atoll.diffusion.transfer import Conversion, Transfer
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
@@ -155,7 +157,7 @@ class TestAsItIs:
 
         assert expert.calibration is not None  # measured on the data it shall answer for
         x, t = torch.randn(3, *SHAPE), torch.tensor(0.4)
-        theirs = Transfer("eps", "ddpm", "exact").velocity(predict, x, t)
+        theirs = Transfer(Prediction.EPS, get_schedule("ddpm"), Conversion.EXACT).velocity(predict, x, t)
         with torch.no_grad():
             ours = VelocityExpert.of(expert, "exact").velocity(x, t)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -277,7 +279,7 @@ class TestParis:
         main(["convert", str(paris), "--to", "model", "--out", str(tmp_path / "model")])  # again, over it
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "paris"]
         pipe = AtollPipeline.from_pretrained(tmp_path / "model", verify=True)
-        assert pipe.num_experts == 3
+        assert pipe.index.num_experts == 3
         assert not pipe.text_encoder.hide_padding
         output = pipe("cat cat", num_inference_steps=4, guidance_scale=2.0, routing="topk:2", solver="euler", seed=[7],
                     output_type="latent", progress=False)  # fmt: skip
