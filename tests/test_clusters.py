@@ -176,7 +176,7 @@ class TestAssign:
         shutil.copytree(prepared, tmp_path / "more")
         message = refused(capsys, "assign", tmp_path / "more", "--to", data / "clusters")
         assert "was made by random, without centroids" in message
-        assert "give the clusters folder" in refused(capsys, "assign", tmp_path / "more", "--to", tmp_path)
+        assert "there is no" in refused(capsys, "assign", tmp_path / "more", "--to", tmp_path)
 
     @pytest.mark.parametrize(
         ("key", "value"),

@@ -126,7 +126,7 @@ class TestKilled:
         process.terminate()
         out, _ = process.communicate()
         assert process.returncode == 0, out
-        assert "told to stop, saved at step" in out
+        assert "stopped at step" in out
         assert "Traceback" not in out
 
     def test_a_second_process_is_refused_while_the_first_lives(self, data, tmp_path):
@@ -667,7 +667,7 @@ class TestFirstWeights:
         if key == "license":
             train_expert(data, 0, replace(QUICK, steps=2), tmp_path / "a", init=copied, progress=False)
             return
-        with pytest.raises(InputError, match="init describes its .*: copy it again from its source"):
+        with pytest.raises(InputError, match="init is damaged, .*: copy it again from its source"):
             train_expert(data, 0, QUICK, tmp_path / "a", init=copied, progress=False)
 
 
@@ -708,7 +708,7 @@ class TestBadData:
         config = json.loads((tmp_path / "init" / "config.json").read_text())
         config["latent_space"]["codec"]["fingerprint"] = "0" * 64
         (tmp_path / "init" / "config.json").write_text(json.dumps(config))
-        with pytest.raises(InputError, match="prepared with another codec"):
+        with pytest.raises(InputError, match="its codec .* is not that of .*prepare the data with the same codec"):
             train_expert(data, 0, QUICK, tmp_path / "a", init=tmp_path / "init", progress=False)
 
     @pytest.mark.parametrize("key", ["counts", "latent_shape", "text", "license", "codec", "source"])
