@@ -13,8 +13,7 @@ from torch import Tensor
 
 from atoll.cli.main import main
 from atoll.convert import Options, convert
-from atoll.data.prepare import PrepareSettings
-from atoll.data.prepare import prepare
+from atoll.data.prepare import PrepareSettings, prepare
 from atoll.data.sources import Source
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import get_schedule
