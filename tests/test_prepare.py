@@ -527,7 +527,7 @@ class TestOpening:
         content = path.read_bytes()
         assert b'"shape":[150,32]' in content
         path.write_bytes(content.replace(b'"shape":[150,32]', b'"shape":[150,99]'))
-        with pytest.raises(InputError, match="truncated or not a shard .*'tokens' of shape"):
+        with pytest.raises(InputError, match="truncated or not a shard .*'tokens'"):
             Dataset.open(tmp_path / "d")
 
     def test_shards_that_contradict_each_other(self, tmp_path, chunks_of_64):

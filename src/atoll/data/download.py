@@ -166,10 +166,10 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
     bar = tqdm(samples, total=package.num, unit=" images", desc=package.name, disable=None if progress else True)
     for i, (image, caption, label) in enumerate(bar):
         if i in wanted:
-            png = io.BytesIO(image if isinstance(image, bytes) else b"")
+            buffer = io.BytesIO(image if isinstance(image, bytes) else b"")
             if not isinstance(image, bytes):
-                Image.fromarray(image).save(png, "PNG", compress_level=1)
-            kept[i] = png.getvalue(), caption, label
+                Image.fromarray(image).save(buffer, "PNG", compress_level=1)
+            kept[i] = buffer.getvalue(), caption, label
     with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
         for i in order:
             png, caption, label = kept.pop(i)

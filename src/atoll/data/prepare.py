@@ -79,11 +79,10 @@ class PrepareSettings:
 
 
 class Census(NamedTuple):
-    """A source counted: its items, a digest of their keys, the faults of some and a fixed sample of the others."""
+    """A source counted: its items, a digest of their keys, and a fixed sample of those without a fault."""
 
     num_items: int
     digest: str
-    faults: Counter[str]
     sample: list[Item]
 
 
@@ -247,20 +246,18 @@ def prepare(
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> Census:
     """Goes through the items of a source once, without a look at any image."""
-    digest, num, faults = hashlib.blake2b(digest_size=16), 0, Counter[str]()
+    digest, num = hashlib.blake2b(digest_size=16), 0
     heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
     for item in tqdm(source.items(), desc="count", unit=" images", disable=not progress, leave=False):
         name = item.key.encode("utf-8", "surrogateescape")
         digest.update(name + repr((item.caption, item.fault, item.where[:1], item.where[2:])).encode(errors="replace"))
         num += 1
-        if item.fault:
-            faults[item.fault] += 1
-        else:
+        if not item.fault:
             rank = -int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
             (heapq.heappush if len(heap) < num_sample else heapq.heappushpop)(heap, (rank, num, item))
     if num == 0:
         raise InputError(f"there is no image in {source.place}: images end in .jpg, .png, .webp and the like")
-    return Census(num, digest.hexdigest(), faults, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])])
+    return Census(num, digest.hexdigest(), [item for _, _, item in sorted(heap, key=lambda entry: entry[1])])
 
 
 def _begin(
@@ -300,7 +297,7 @@ def _begin(
 
 def _sample(source: Source, census: Census, read: Callable[[Iterable[Item]], Samples], progress: bool) -> Tensor:
     """Returns the images that a codec is fitted to."""
-    faults, pixels = census.faults.copy(), []
+    faults, pixels = Counter[str](), []
     samples, num = read(census.sample), len(census.sample)
     for item, image in tqdm(samples, "fit codec", num, unit=" images", disable=not progress, leave=False):
         if image is None:
@@ -308,6 +305,7 @@ def _sample(source: Source, census: Census, read: Callable[[Iterable[Item]], Sam
         else:
             pixels.append(image.pixels)
     if not pixels:
+        faults.update(item.fault for item in source.items() if item.fault)
         raise _nothing_left(source, faults)
     return _tensor(pixels)
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from multiprocessing import get_context
@@ -218,7 +218,7 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
     def read_ahead(items: Iterable[Item]) -> Samples:
         ahead: deque[Future[list[Sample]]] = deque()
         for some in batched(items, AT_A_TIME):
-            ahead.append(pool.submit(partial(read_items, transform=transform), some))
+            ahead.append(pool.submit(read_items, some, transform))
             if len(ahead) > max(num_workers, num_ahead // AT_A_TIME):
                 yield from ahead.popleft().result()
         for future in ahead:
