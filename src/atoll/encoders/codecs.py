@@ -15,6 +15,7 @@ from atoll.encoders.pretrained import (
     Foreign,
     Frozen,
     dtype_name,
+    fill,
     load_model,
     load_saved,
     locate,
@@ -22,7 +23,7 @@ from atoll.encoders.pretrained import (
     require,
     two_numbers,
 )
-from atoll.errors import InputError, printable, shown, unknown
+from atoll.errors import InputError, shown, unknown
 from atoll.networks.published import read_weights
 from atoll.networks.stored import Stored
 
@@ -327,15 +328,8 @@ def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
         weights[f"decoder.layers.{place}.{rest}"] = value
     first = weights.get("decoder.layers.0.weight", torch.empty(0))
     channels = first.shape[1] if first.dim() == 4 else 0
-    try:
-        model: nn.Module = require("diffusers", "hf").AutoencoderTiny(latent_channels=min(max(channels, 1), 64))
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = printable(" ".join(str(error).split()), 160)
-        raise InputError(
-            f"{encoder} and {decoder.name} are not the two halves of a TAESD ({reason}): give those of its authors"
-        ) from error
-    return model.to(dtype).eval().requires_grad_(False)
+    model = require("diffusers", "hf").AutoencoderTiny(latent_channels=min(max(channels, 1), 64))
+    return fill(model, weights, f"{encoder} and {decoder.name} are not the two halves of a TAESD").to(dtype)
 
 
 def check_images(images: Tensor) -> Tensor:

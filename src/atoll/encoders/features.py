@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from atoll.encoders.codecs import check_images
 from atoll.encoders.inception import InceptionV3
-from atoll.encoders.pretrained import Foreign, Frozen, load_model, locate, one_by_one, require
-from atoll.errors import InputError, printable, shown, unknown
+from atoll.encoders.pretrained import Foreign, Frozen, fill, load_model, locate, one_by_one, require
+from atoll.errors import InputError, shown, unknown
 from atoll.networks.published import read_weights
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -213,16 +213,8 @@ class Inception(Features):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.net = InceptionV3()
-        try:
-            self.net.load_state_dict(read_weights(path))
-        except RuntimeError as error:
-            reason = printable(" ".join(str(error).split()), 160)
-            raise InputError(
-                f"{path} does not hold the weights of the FID Inception ({reason}): give "
-                "pt_inception-2015-12-05-6726825d.pth"
-            ) from error
-        self.requires_grad_(False)
+        fault = f"{path} does not hold the weights of the FID Inception, pt_inception-2015-12-05-6726825d.pth"
+        self.net = fill(InceptionV3(), read_weights(path), fault)
 
     @torch.no_grad()
     def extract(self, images: Tensor) -> Tensor:

@@ -225,6 +225,15 @@ def _check_fit(cls: Any, place: Place) -> None:
     check_memory(4 * num_needed, place.where)
 
 
+def fill(model: nn.Module, weights: Mapping[str, Tensor], fault: str) -> nn.Module:
+    """Returns the model with exactly these weights, frozen; `fault` is what to say of others."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"{fault} ({printable(' '.join(str(error).split()), 160)}): {AGAIN}") from error
+    return model.eval().requires_grad_(False)
+
+
 def save_model(model: Any, folder: Path) -> None:
     """Writes what has a `save_pretrained` as safetensors."""
     try:

@@ -1,7 +1,6 @@
 """Text encoders: captions -> token ids, which shards store, -> tokens [B, L, D] with a mask, which experts read."""
 
 import hashlib
-import json
 import math
 import re
 import unicodedata
@@ -15,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from atoll.cards import TextEncoderCard
+from atoll.cards import TextEncoderCard, hash_of
 from atoll.encoders.pretrained import Foreign, Frozen, load_model, load_saved, locate, require, save_model, two_numbers
 from atoll.errors import InputError, shown, unknown
 from atoll.networks.stored import Stored
@@ -250,12 +249,11 @@ class CLIPText(TextEncoder, Foreign):
 
     def settings(self) -> dict[str, Any]:
         config = self.model.config
-        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         return {
             "text": "clip",
             "hide_padding": self.hide_padding,
             "max_length": self.max_length,
-            "vocabulary": hashlib.sha256(vocabulary).hexdigest(),
+            "vocabulary": hash_of(self.tokenizer.get_vocab()),
             "probe": self.tokenize([PROBE]).tolist(),
             **{name: getattr(config, name) for name in ("hidden_act", "layer_norm_eps", "num_attention_heads")},
         }
