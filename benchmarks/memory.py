@@ -35,7 +35,6 @@ from atoll.networks.router import RouterConfig
 from atoll.training.loop import train
 from atoll.training.memory import (
     CUDA_BASE,
-    FLOAT,
     Storages,
     in_words,
     largest_micro_batch,
@@ -164,18 +163,19 @@ def print_tables() -> None:
     print("|---|---|---|---|---|---|")
     for name in ("b/2", "l/2", "xl/2"):
         found = predict(DiTConfig(**preset(name)), replace(settings, micro_batch=1), **cuda)
-        parts = (found.weights, found.gradients, found.base)
-        row(name, f"{num_parameters(DiTConfig(**preset(name))) / 1e6:.0f}M", *map(in_words, (*parts, sum(parts))))
+        gradients = found.weights // 4
+        parts = (found.weights, gradients, found.base)
+        row(name, f"{gradients / 4e6:.0f}M", *map(in_words, (*parts, sum(parts))))
 
     print("\nxl/2 by micro-batch\n")
-    print("| micro-batch | activations | other | total | activations, checkpointed | other | total |")
-    print("|---|---|---|---|---|---|---|")
+    print("| micro-batch | update | total | update, checkpointed | total |")
+    print("|---|---|---|---|---|")
     for num in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         cells: list[str] = []
         for checkpointing in (False, True):
             trial = replace(settings, micro_batch=num, checkpointing=checkpointing)
             found = predict(config, trial, **cuda)
-            cells += [in_words(found.activations), in_words(found.batch + found.other), in_words(found.total)]
+            cells += [in_words(found.update), in_words(found.total)]
         row(num, *cells)
 
     print("\nThe largest micro-batch\n")
@@ -193,15 +193,15 @@ def print_tables() -> None:
     print("| model | an expert, fp32 | bf16 | a state | states while training |")
     print("|---|---|---|---|---|")
     for name in ("b/2", "l/2", "xl/2"):
-        weights = FLOAT * num_parameters(DiTConfig(**preset(name)))
+        weights = 4 * num_parameters(DiTConfig(**preset(name)))
         row(name, *map(in_words, (weights, weights // 2, 4 * weights, 3 * 4 * weights)))
 
     print("\nSampling with 8 x xl/2 in bf16, one picture\n")
     expert = 2 * num_parameters(config)
     others = {
         "CUDA itself": CUDA_BASE,
-        "router, b/2 in fp32": FLOAT * num_parameters(RouterConfig(**preset("b/2"))),
-        "text encoder, CLIP-L in fp32": FLOAT * 123_060_480,
+        "router, b/2 in fp32": 4 * num_parameters(RouterConfig(**preset("b/2"))),
+        "text encoder, CLIP-L in fp32": 4 * 123_060_480,
         "activations of an expert, with guidance": sampling_activations(config),
         "VAE in fp32, with activations of a decoded picture": sum(decoder()),
     }
@@ -229,7 +229,7 @@ def sampling_activations(config: DiTConfig) -> int:
         x = torch.empty(2, config.in_channels, config.input_size, config.input_size, dtype=torch.bfloat16)
         text = torch.empty(2, 77, config.text_dim or 1, dtype=torch.bfloat16)
         t = torch.empty(())
-        with Storages([*network.parameters(), x, t, text]) as watch, patch.object(torch, "aminmax", lambda t: (0, 1)):
+        with Storages() as watch, patch.object(torch, "aminmax", lambda t: (0, 1)):
             network(x, t, text)
     return watch.peak
 
@@ -248,9 +248,9 @@ def decoder() -> tuple[int, int]:
             latent_channels=4,
         )
         latents = torch.empty(1, 4, 32, 32)
-    with Storages([*vae.parameters(), latents]) as watch:
+    with Storages() as watch:
         vae.decode(latents)
-    return FLOAT * sum(p.numel() for p in vae.parameters()), watch.peak
+    return 4 * sum(p.numel() for p in vae.parameters()), watch.peak
 
 
 if __name__ == "__main__":

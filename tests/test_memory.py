@@ -19,7 +19,6 @@ from atoll.training.memory import (
     CUDA_BASE,
     Heap,
     Storages,
-    count_activations,
     in_words,
     largest_micro_batch,
     measure_base,
@@ -49,17 +48,20 @@ def real_inputs(config, num):
     return inputs if config.text_dim is None else [*inputs, torch.randn(num, LENGTH, config.text_dim)]
 
 
-def real_peak(config, num, bf16, checkpointing):
-    """The most bytes alive in an update on the CPU beside weights, gradients and inputs."""
-    network, inputs = network_of(config), real_inputs(config, num)
+def real_update(config, num, bf16, checkpointing):
+    """The most bytes alive in an update on the CPU beside weights: gradients, batch and activations."""
+    network = network_of(config)
     network.gradient_checkpointing = checkpointing
-    for p in network.parameters():
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    gradients = [p.grad for p in network.parameters() if p.grad is not None]
-    with Storages([*network.parameters(), *gradients, *inputs]) as watch:
+    with Storages() as watch:
+        for p in network.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        x, t, *text = real_inputs(config, num)
+        batch = [x + 0, x + 0, x + 0, *(part + 0 for part in text)]
+        watch.peak = watch.now
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = network(*inputs).float().square().mean()
+            loss = network(x, t, *text).float().square().mean()
         loss.backward()
+        assert batch
     return watch.peak
 
 
@@ -84,13 +86,18 @@ def really_saved(config, num, bf16):
     return sum(storage.nbytes() for storage in saved.values())
 
 
+def update_of(config, num, checkpointing=False, bf16=False, device_type="cpu", text_length=LENGTH):
+    settings = replace(SETTINGS, batch=num, checkpointing=checkpointing)
+    return predict(config, settings, text_length=text_length, base=0, bf16=bf16, device_type=device_type).update
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num", [1, 8])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_peak_of_an_update(config, num, bf16, checkpointing):
-    found = count_activations(config, num, LENGTH, checkpointing, bf16)
-    assert abs(found / real_peak(config, num, bf16, checkpointing) - 1) <= 0.01
+    found = update_of(config, num, checkpointing, bf16)
+    assert abs(found / real_update(config, num, bf16, checkpointing) - 1) <= 0.01
     if not checkpointing:
         assert found > really_saved(config, num, bf16)
 
@@ -98,16 +105,11 @@ def test_the_peak_of_an_update(config, num, bf16, checkpointing):
 def test_checkpointing_keeps_less_and_the_more_so_in_deep_networks():
     def share(depth, **options):
         config = DiTConfig(**{**SMALL, "depth": depth})
-        return count_activations(config, 8, LENGTH, True, **options) / count_activations(config, 8, LENGTH, **options)
+        return update_of(config, 32, True, **options) / update_of(config, 32, **options)
 
     assert share(12) < share(6) < share(3) < 0.5
     assert share(12) < 0.25
-    assert share(28, bf16=True, on_cuda=True) < 0.25
-
-
-def num_parameters(config):
-    with torch.device("meta"):
-        return sum(p.numel() for p in network_of(config).parameters())
+    assert share(28, bf16=True, device_type="cuda") < 0.25
 
 
 def test_the_paper_expert_on_a_gpu():
@@ -115,27 +117,32 @@ def test_the_paper_expert_on_a_gpu():
     settings = Settings(batch=256, micro_batch=16, device="cpu")
     found = predict(config, settings, text_length=77, device_type="cuda", bf16=True)
     assert found.base == CUDA_BASE
-    assert found.weights == 4 * num_parameters(config) + 3 * found.gradients
+    with torch.device("meta"):
+        parameters = list(network_of(config).parameters())
+    gradients = 4 * sum(p.numel() for p in parameters if p.requires_grad)
+    assert found.weights == 4 * sum(p.numel() for p in parameters) + 3 * gradients
     halves = predict(config, replace(settings, micro_batch=8), text_length=77, device_type="cuda", bf16=True)
     # bf16 copies of the weights do not grow with the batch, all else does
-    assert 1.5 < found.activations / halves.activations < 2
+    assert 1.5 < (found.update - gradients) / (halves.update - gradients) < 2
     fp32 = predict(config, settings, text_length=77, device_type="cuda")
-    assert 0.5 < found.activations / fp32.activations < 1
+    assert 0.5 < (found.update - gradients) / (fp32.update - gradients) < 1
 
 
 def test_bf16_counts_copies_of_weights():
     """A single sample of few tokens keeps little but them."""
     config = DiTConfig(**{**SMALL, "input_size": 2, "text_dim": None, "hidden_size": 512})
     matrices = sum(p.numel() for p in DiT(config).blocks.parameters() if p.dim() == 2)
-    assert 2 * matrices < count_activations(config, 1, 1, bf16=True) < 3 * matrices
+    gradients = 4 * sum(p.numel() for p in DiT(config).parameters() if p.requires_grad)
+    assert 2 * matrices < update_of(config, 1, bf16=True, text_length=1) - gradients < 3 * matrices
 
 
 def test_processes_share_the_batch_and_have_buckets():
     config = CONFIGS["expert"]
     alone = predict(config, replace(SETTINGS, micro_batch=8), text_length=LENGTH, base=0)
     shared = predict(config, SETTINGS, text_length=LENGTH, base=0, processes=2)
-    assert shared.activations == alone.activations
-    assert shared.other == alone.other + alone.gradients
+    gradients = 4 * sum(p.numel() for p in DiT(config).parameters() if p.requires_grad)
+    assert shared.update == alone.update
+    assert shared.holes == alone.holes + gradients
     assert micro_batch_of(SETTINGS) == 16
     assert micro_batch_of(replace(SETTINGS, micro_batch=64)) == 16
 
@@ -159,18 +166,18 @@ def test_what_was_there_before_does_not_count_as_soon_as_there_is_a_view_of_it()
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_largest_micro_batch_fits_and_one_more_does_not(checkpointing):
     config = CONFIGS["expert"]
-    settings = Settings(batch=300, checkpointing=checkpointing, device="cpu")
+    settings = Settings(batch=20, checkpointing=checkpointing, device="cpu")
 
     predicted = partial(predict, config, text_length=LENGTH, base=0)
 
     def total(num):
         return predicted(replace(settings, micro_batch=num)).total
 
-    for available in (total(1), total(37), total(38) - 1, total(300) - 1):
+    for available in (total(1), total(8) - 1, total(20) - 1):
         num = largest_micro_batch(predicted, settings, available)
         assert total(num) <= available < total(num + 1)
     assert largest_micro_batch(predicted, settings, total(1) - 1) == 0
-    assert largest_micro_batch(predicted, settings, 10 * total(300)) == 300
+    assert largest_micro_batch(predicted, settings, 10 * total(20)) == 20
 
 
 def test_lines_are_for_people():

@@ -287,7 +287,7 @@ class TestExpert:
     def test_a_missing_calibration_is_named(self, expert, tmp_path):
         for name in ("config.json", "model.safetensors"):
             shutil.copy(expert / name, tmp_path / name)
-        with pytest.raises(InputError, match=r"calibration.safetensors (is missing|cannot be read)"):
+        with pytest.raises(InputError, match=r"calibration.safetensors"):
             Expert.load(tmp_path)
 
     def test_it_begins_from_another(self, data, expert, tmp_path):

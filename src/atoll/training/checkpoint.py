@@ -143,18 +143,6 @@ def remove_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def find_good(folder: Path, first_bad: int) -> Path | None:
-    """Returns the checkpoint to go back to when steps from `first_bad` on have failed: saved while all went well."""
-    good = []
-    for path in saved(folder):
-        with suppress(InputError), TensorFile(path, ADVICE) as file:
-            if read_progress(file).bad_in_a_row == 0:
-                good.append(path)
-    if len(good) > 1 and int(good[-1].stem) == first_bad:
-        good.pop()  # what fails at once was broken when it was saved
-    return good[-1] if good else None
-
-
 def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
     """Loads the latest checkpoint that can be read; returns None if there are none."""
     paths = saved(folder)
@@ -168,29 +156,24 @@ def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
     return None
 
 
-def read_progress(file: TensorFile) -> Progress:
-    try:
-        if file.metadata["format"] != str(FORMAT):
-            raise ValueError(f"its format is {shown(file.metadata['format'])}, not {FORMAT}")
-        progress = build(Progress, parse_json(file.metadata["progress"].encode()), "its progress")
-        if path_of(file.path.parent, progress.step) != file.path:
-            raise ValueError(f"it is of step {progress.step}")
-    except (KeyError, ValueError) as error:
-        raise InputError(f"the checkpoint {file.path} is damaged or of another version ({reason_of(error)})") from error
-    return progress
-
-
 def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
     """Copies a checkpoint's tensors, one at a time, into those of a run, which keep their places in memory."""
     with TensorFile(path, ADVICE) as file:
-        progress = read_progress(file)
-        theirs = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in file.entries.items()}
-        ours = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}
-        for name, _ in sorted(theirs.items() ^ ours.items(), key=str):
-            raise InputError(f"{path} is of another network: they differ in {shown(name)}")
-        for name, tensor in into.items():
-            tensor.copy_(file.read([name])[name])
-        expected = file.metadata.get("sha256")  # None: it was written before checkpoints had one
-        if expected is not None and fingerprint(into, asdict(progress)) != expected:
-            raise InputError(f"the checkpoint {path} is damaged (its hash is another)")
+        metadata = file.metadata
+        try:
+            if metadata["format"] != str(FORMAT):
+                raise ValueError(f"its format is {shown(metadata['format'])}, not {FORMAT}")
+            progress = build(Progress, parse_json(metadata["progress"].encode()), "its progress")
+            if path_of(path.parent, progress.step) != path:
+                raise ValueError(f"it is of step {progress.step}")
+            theirs = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in file.entries.items()}
+            if theirs != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}:
+                raise ValueError("it is of another network")
+            for name, tensor in into.items():
+                tensor.copy_(file.read([name])[name])
+            # Checkpoints of earlier versions have no hash.
+            if metadata.get("sha256", "") not in ("", fingerprint(into, asdict(progress))):
+                raise ValueError("its hash is another")
+        except (KeyError, ValueError) as error:
+            raise InputError(f"the checkpoint {path} cannot be resumed from ({reason_of(error)})") from error
     return progress

@@ -10,8 +10,8 @@ import resource
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
 from atoll.training.settings import Settings
 
-FLOAT = 4  # weights, their EMA, gradients and moments are float32, also under bf16 autocast
 CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
 HOLES = {"cpu": 0.15, "cuda": 0.1}
 """What an allocator cannot use again, as a share of what an update asks of it: glibc's on average, CUDA's assumed."""
@@ -42,24 +41,21 @@ class Memory:
     """Bytes at the peak of a training process, on the device that it trains on."""
 
     base: int  # interpreter, torch and what is loaded
-    weights: int  # with their EMA, and AdamW's two moments
-    gradients: int
-    activations: int  # what autograd keeps, temporaries of the backward pass and bf16 copies of weights
-    batch: int  # latents, noise, target and text of a micro-batch
-    other: int  # holes of the allocator, buckets of gradients that processes share
-    frozen: int = 0  # what never learns: text encoder, codec, teacher
-    drawing: int = 0  # what a grid of samples takes: sampling and decoding
+    frozen: int  # what never learns: text encoder, codec, teacher
+    weights: int  # with their EMA, and AdamW's two moments; float32, also under bf16 autocast
+    update: int  # gradients, activations, temporaries of the backward pass, a micro-batch
+    holes: int  # of the allocator, and buckets of gradients that processes share
+    drawing: int  # what a grid of samples takes: sampling and decoding
 
     @property
     def total(self) -> int:
         """Samples are drawn between updates, when activations are gone: the larger of the two counts."""
-        update = self.gradients + self.activations + self.batch + self.other
-        return self.base + self.weights + self.frozen + max(update, self.drawing)
+        return self.base + self.frozen + self.weights + max(self.update + self.holes, self.drawing)
 
     def lines(self) -> list[str]:
         """Returns a part in each line, and the peak."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return [f"{name:12} {in_words(size):>9}" for name, size in {**parts, "peak": self.total}.items() if size]
+        parts = {**asdict(self), "peak": self.total}
+        return [f"{name:12} {in_words(size):>9}" for name, size in parts.items() if size]
 
 
 def predict(
@@ -81,30 +77,31 @@ def predict(
     """
     if base is None:
         base = CUDA_BASE if device_type == "cuda" else measure_base()
-    num_samples = micro_batch_of(settings, processes)
-    activations = count_activations(
-        config, num_samples, text_length, settings.checkpointing, bf16, on_cuda=device_type == "cuda"
-    )
-    with torch.device("meta"):
-        parameters = list(network_of(config).parameters())
-    gradients = FLOAT * sum(p.numel() for p in parameters if p.requires_grad)
-    # x0, noise, their mixture and the target; the text with padding and without
-    numbers = 4 * config.in_channels * config.input_size**2 + 2 * text_length * (config.text_dim or 0)
-    batch = FLOAT * num_samples * numbers
-    requested = gradients + activations + batch
-    holes = round(HOLES[device_type] * requested)
+    num, cuda_casts = micro_batch_of(settings, processes), bf16 and device_type == "cuda"
+    with FakeTensorMode(), Storages() as watch, _Kernels(cuda_casts):
+        network = network_of(config)
+        network.gradient_checkpointing = settings.checkpointing
+        learned = [p for p in network.parameters() if p.requires_grad]
+        copies = [torch.empty_like(p) for p in learned for _ in ("EMA", "moment", "moment")]
+        weights = watch.peak = watch.now
+        for p in learned:
+            p.grad = torch.empty_like(p)
+        gradients = watch.now - weights
+        x, *others = inputs_of(config, num, text_length)
+        # x0, noise and the target beside their mixture; the text with padding beside that without
+        copies += [torch.empty_like(part) for part in (x, x, x, *others[1:])]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = network(x, *others).float().square().mean()
+        # Not loss.backward(), in which blocks that are computed again would be outside of _Kernels.
+        torch.autograd.graph._engine_run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        update = watch.peak - weights
+    holes = round(HOLES[device_type] * update)
     if device_type == "cpu":
-        holes = 0 if settings.checkpointing else holes + min(requested, HEAP_TOP)
-    return Memory(
-        base=base,
-        weights=FLOAT * sum(p.numel() for p in parameters) + 3 * gradients,
-        gradients=gradients,
-        activations=activations,
-        batch=batch,
-        other=holes + (gradients if processes > 1 else 0),
-        frozen=frozen,
-        drawing=round((1 + HOLES[device_type]) * drawing),
-    )
+        holes = 0 if settings.checkpointing else holes + min(update, HEAP_TOP)
+    holes += gradients if processes > 1 else 0
+    return Memory(base, frozen, weights, update, holes, round((1 + HOLES[device_type]) * drawing))
 
 
 def largest_micro_batch(
@@ -121,41 +118,16 @@ def micro_batch_of(settings: Settings, processes: int = 1) -> int:
     return min(settings.micro_batch or share, share)
 
 
-def count_activations(
-    config: DiTConfig | RouterConfig,
-    num_samples: int,
-    text_length: int,
-    checkpointing: bool = False,
-    bf16: bool = False,
-    on_cuda: bool = False,
-) -> int:
-    """Returns the most bytes that forward and backward pass take beside weights, gradients and inputs."""
-    with FakeTensorMode():
-        network, arguments = network_of(config), inputs_of(config, num_samples, text_length)
-        network.gradient_checkpointing = checkpointing
-        for parameter in network.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        gradients = [p.grad for p in network.parameters() if p.grad is not None]
-        with Storages([*network.parameters(), *gradients, *arguments]) as watch, _Kernels(bf16 and on_cuda):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = network(*arguments).float().square().mean()
-            # Not loss.backward(), in which blocks that are computed again would be outside of _Kernels.
-            torch.autograd.graph._engine_run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-    return watch.peak
-
-
 class Storages(TorchDispatchMode):
     """Follows the memory of all tensors made while it is entered: bytes `now`, and at their `peak`.
 
-    What was there before is known by its name, or by being an argument before it was a result.
+    What was there before is known by being an argument before it was a result.
     """
 
-    def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in left_out}
+        self.known: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
