@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atoll.diffusion.objective import get_objective
-from atoll.networks.dit import DiT, DiTConfig
+from atoll.networks.dit import DiT, DiTConfig, Trunk
 from atoll.networks.presets import preset
 from atoll.networks.router import RouterConfig
 from atoll.training.loop import train
@@ -74,7 +74,7 @@ class Noise:
 
     def __init__(self, case: Case) -> None:
         self.case, self.text_length = case, case.text_length
-        self.network = DiT(case.config)
+        self.network: Trunk = DiT(case.config)
         self.objective = get_objective("fm")
         self.shape = (case.config.in_channels, case.size, case.size)
 

@@ -94,7 +94,8 @@ def main() -> None:
         return euler(velocity, draw_noise(image_generators(seeds), (CHANNELS, SIZE, SIZE)), times)
 
     def router_alone() -> None:
-        x, text = draw_noise(image_generators(seeds), (CHANNELS, SIZE, SIZE)), router.read_text(inputs.text, inputs.mask)
+        x = draw_noise(image_generators(seeds), (CHANNELS, SIZE, SIZE))
+        text = router.read_text(inputs.text, inputs.mask)
         for t in times[:-1].float():
             router(x, t, text)
 

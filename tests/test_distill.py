@@ -253,9 +253,7 @@ class TestTarget:
         pipe = AtollPipeline.from_pretrained(model)
         x = 0.4 * x0 + 0.6 * drawn[1]
         prompts = module.Prompts.encode(pipe.text_encoder, Dataset.open(data).strings("caption", rows.tolist()))
-        u = Mixture(pipe.ensemble, prompts, routing=ROUTINGS["router"], guidance=2.0, trace=seen.append)(
-            x, t[0]
-        )
+        u = Mixture(pipe.ensemble, prompts, routing=ROUTINGS["router"], guidance=2.0, trace=seen.append)(x, t[0])
         torch.testing.assert_close(found, u, rtol=1e-4, atol=1e-4)
         assert float(seen[0].weights.max()) < 0.99  # it is a mixture
 

@@ -317,9 +317,7 @@ class TestMistakes:
             return opened(self, mode, *args, **kwargs)
 
         monkeypatch.setattr(Path, "open", full)
-        with pytest.raises(
-            InputError, match=r"^cannot fetch .* \(No space left on device\)"
-        ):
+        with pytest.raises(InputError, match=r"^cannot fetch .* \(No space left on device\)"):
             fetch("mnist", tmp_path, registry=registry.url)
 
     def test_links_and_fifos(self, registry, tmp_path):

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from atoll.cards import BegunDatasetCard, require_same
+from atoll.cards import BegunDatasetCard
 from atoll.data import prepare as module
 from atoll.data import shards
 from atoll.data.prepare import PrepareSettings, count, prepare, split_of
