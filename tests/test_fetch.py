@@ -355,7 +355,7 @@ class TestMistakes:
 
     def test_out_is_a_file(self, tmp_path):
         (tmp_path / "taken").write_text("")
-        with pytest.raises(InputError, match="cannot make .*taken"):
+        with pytest.raises(InputError, match="cannot write .*taken"):
             fetch("mnist", tmp_path / "taken")
 
 

@@ -449,7 +449,7 @@ class TestTrouble:
 
     def test_a_folder_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").write_text("in the way")
-        with pytest.raises(InputError, match="cannot make the folder"):
+        with pytest.raises(InputError, match="cannot write"):
             run(tmp_path / "file" / "a")
 
     def test_damaged_data_save_first(self, tmp_path):

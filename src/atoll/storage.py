@@ -162,8 +162,24 @@ def make_folder(path: Path) -> None:
     """Makes a folder to write to, with all those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {path} ({reason_of(error)}): choose another --out") from error
+        if not os.access(path, os.W_OK):
+            raise PermissionError("it may not be written to")
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {path} ({reason_of(error)}): choose another --out") from error
+
+
+@contextmanager
+def work_folder(path: Path) -> Iterator[None]:
+    """Makes a folder and holds it for this process; removes it if nothing came of the work."""
+    new = not os.path.lexists(path)
+    make_folder(path)
+    try:
+        with alone(path):
+            yield
+    finally:
+        if new:
+            with suppress(OSError):
+                path.rmdir()  # if it is empty
 
 
 def reason_of(error: Exception) -> str:

@@ -24,13 +24,12 @@ from tqdm import tqdm
 from atoll.data.builtin import DIGIT_WORDS
 from atoll.errors import InputError, shown, unknown
 from atoll.storage import (
-    alone,
     digest_of,
-    make_folder,
     read_bytes,
     read_json,
     reason_of,
     resolved,
+    work_folder,
     write_json,
     write_whole,
 )
@@ -81,7 +80,6 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
     num = package.num if num is None else num
     if not 1 <= num <= package.num:
         raise InputError(f"{name} has {package.num:,} images: --num must be from 1 to {package.num}, but is {num}")
-    make_folder(out)
     tar, card = out / f"{name}.tar", out / f"{name}.json"
     about = {
         "name": name,
@@ -91,7 +89,7 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
         "license": package.license,
         "pictures": num,
     }
-    with alone(out):
+    with work_folder(out):
         with suppress(InputError):
             if tar.is_file() and read_json(card, "fetch it anew") == about:
                 return tar

@@ -38,7 +38,7 @@ from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.errors import InputError, printable, shown
-from atoll.storage import alone, digest_of, make_folder, read_json, write_json, write_whole
+from atoll.storage import digest_of, read_json, work_folder, write_json, write_whole
 from atoll.tensors import get_device
 
 Row = tuple[Item, CroppedImage]
@@ -199,8 +199,7 @@ def prepare(
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
     place, out = get_device(device), Path(out)
-    make_folder(out)
-    with alone(out):
+    with work_folder(out):
         text, features = make_text_encoder(settings.text), make_features(settings.features).to(place)
         census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
         begun = _begin(out, source, settings, census, text, features)

@@ -15,7 +15,7 @@ from atoll.data.view import refuse_inside
 from atoll.diffusion.objective import get_objective
 from atoll.engines.local import Job, Slot, find_slots, run_jobs
 from atoll.errors import InputError
-from atoll.storage import alone, make_folder, read_json
+from atoll.storage import read_json, work_folder
 from atoll.training.distributed import Distributed
 from atoll.training.dry_run import Forecast, forecast_of
 from atoll.training.expert import ExpertTask
@@ -76,8 +76,7 @@ def train_all(
     refuse_inside(out, data)
     if dry_run:
         return _preview(parts, slots, settings.torch_device)
-    make_folder(out)
-    with alone(out):
+    with work_folder(out):
         runs = run_jobs(jobs, slots, progress=progress)
     lines = [f"{out}: {sum(run.status == 'done' for run in runs)} of {len(runs)} are trained"]
     for run in runs:

@@ -37,7 +37,7 @@ from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import Sampling
-from atoll.storage import alone, make_folder, resolved, write_json
+from atoll.storage import resolved, work_folder, write_json
 
 ON_A_SHEET = 12
 REAL = "real images"
@@ -72,8 +72,7 @@ def evaluate(
     if len(set(names)) < len(names):
         raise InputError(f"two models have the same name among {', '.join(names)}: give each its own")
     refuse_inside(out, data)
-    make_folder(out)
-    with alone(out):
+    with work_folder(out):
         evaluation = Evaluation(data, out, settings, cluster=cluster, progress=progress)
         for contender in contenders:
             evaluation.check(contender)  # before hours of work on others

@@ -14,7 +14,7 @@ from atoll.engines.local import find_slots, run_jobs
 from atoll.engines.train_all import job_of
 from atoll.errors import InputError
 from atoll.sampling.assemble import assemble
-from atoll.storage import alone, make_folder, read_json, write_json
+from atoll.storage import read_json, work_folder, write_json
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings
 
 AnySettings = ExpertSettings | RouterSettings | DistillSettings
@@ -57,8 +57,7 @@ class ModelNode(NamedTuple):
 @contextmanager
 def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Holds a folder that is empty, or that was begun with the same settings, which are kept in a file of this name."""
-    make_folder(out)
-    with alone(out):
+    with work_folder(out):
         path, wanted = out / name, json.loads(json.dumps(settings))
         files = sorted(file.name for file in out.iterdir() if not file.name.startswith("."))
         if files and not path.exists():

@@ -6,7 +6,6 @@ import stat
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from atoll.plots.contact_sheet import ON_A_GRID, draw_grid
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import MAX_IMAGES, Sampling
 from atoll.sampling.trace import file_name, png_of, write_image, write_kept
-from atoll.storage import KINDS, alone, read_bytes, reason_of
+from atoll.storage import KINDS, read_bytes, reason_of, work_folder
 
 NUM_TRACED = 4  # prompts whose first image is on trace.png
 NUM_PREVIEWS = 8
@@ -46,7 +45,7 @@ def sample_to_folder(
     `opening` is how the model is opened: max_resident, dtype, device and verify.
     """
     _check_counts(len(prompts), num, seed)
-    with _folder(out):
+    with work_folder(out):
         pipe = AtollPipeline.from_pretrained(model, conversion=settings.conversion, **opening)
         jobs = [(prompt, seed + i) for prompt in prompts for i in range(num)]
         on_trace = range(0, min(NUM_TRACED, len(prompts)) * num if trace else 0, num)
@@ -107,25 +106,6 @@ def _check_counts(num_prompts: int, num: int, seed: int) -> None:
         )
     if seed + num > 2**63:
         raise InputError(f"--seed must be at most {2**63 - num}, but is {seed}")
-
-
-@contextmanager
-def _folder(out: Path) -> Iterator[None]:
-    """Makes the folder before the work and holds it while it lasts; removes it if nothing came of that."""
-    try:
-        new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError("it may not be written to")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {out} ({reason_of(error)}): choose another --out") from error
-    try:
-        with alone(out):
-            yield
-    finally:
-        if new:
-            with suppress(OSError):
-                out.rmdir()  # if it is empty
 
 
 def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
