@@ -13,7 +13,8 @@ from torch import Tensor
 
 from atoll.cli.main import main
 from atoll.convert import Options, convert
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.schedules import get_schedule
@@ -22,9 +23,9 @@ from atoll.diffusion.transfer import Conversion, Transfer
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
+from atoll.sampling.assemble import assemble_paris
 from atoll.sampling.ensemble import Ensemble, Mixture, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
-from atoll.sampling.paris import assemble_paris
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.training import expert as expert_module

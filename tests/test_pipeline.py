@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from atoll.cards import ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
@@ -27,9 +28,9 @@ from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling import pipeline as module
 from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import draw_noise, image_generators
-from atoll.sampling.pipeline import AtollPipeline, Samples
+from atoll.sampling.folder import file_name, read_metadata, write_image
+from atoll.sampling.pipeline import AtollPipeline, ImageTrace, Samples
 from atoll.sampling.routing import get_routing
-from atoll.sampling.trace import ImageTrace, file_name, read_metadata, write_image
 from atoll.storage import alone, digest_of
 from atoll.training.expert import train_expert
 from test_assemble import KINDS, QUICK, edit, parts
@@ -817,9 +818,9 @@ class TestCommand:
             (["a", "--routing", "topk:9"], "asks for more than the 3 experts"),
             (["a", "--num", "0"], "--num must be at least 1"),
             (["a", "--batch", "0"], "batch must be a whole number from 1"),
-            (["a", "--seed", "-1"], "--seed must be at least 0"),
-            (["a", "--seed", str(2**63)], "--seed must be at most"),
-            (["a", "--num", str(10**9)], "--num 1000000000 for 1 prompt is more than 1,000,000 images"),
+            (["a", "--seed", "-1"], "--seed must be from 0 to"),
+            (["a", "--seed", str(2**63)], "--seed must be from 0 to"),
+            (["a", "--num", str(10**9)], "--num must be at least 1 and give at most 1,000,000 images"),
             (["a", "--guidance", "-3"], "guidance scale must be a finite number of at least 0, but is -3"),
             (["a", "--guidance", "inf"], "guidance scale must be a finite number of at least 0, but is inf"),
             (["a", "--solver", "magic"], "unknown solver 'magic'"),

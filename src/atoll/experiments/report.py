@@ -19,7 +19,7 @@ from PIL import Image
 from atoll.experiments.cache import Snapshot
 from atoll.experiments.tables import format_value
 from atoll.plots.canvas import paste_grid, scaled
-from atoll.sampling.trace import png_of
+from atoll.sampling.folder import png_of
 
 Picture = NDArray[np.uint8]  # [S, S, 3]
 Points = Sequence[tuple[int, float]]  # (step, loss)

@@ -1,15 +1,22 @@
 """`atoll sample`: images of prompts in a folder, each a PNG that says how it was made."""
 
+import hashlib
+import io
 import json
 import os
+import re
 import stat
 import sys
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from atoll.errors import InputError, plural
@@ -17,12 +24,12 @@ from atoll.plots.charts import draw_trace, draw_traces
 from atoll.plots.contact_sheet import ON_A_GRID, draw_grid
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import MAX_IMAGES, Sampling
-from atoll.sampling.trace import file_name, png_of, write_image, write_kept
-from atoll.storage import KINDS, read_bytes, reason_of, work_folder
+from atoll.storage import KINDS, open_regular, parse_json, read_bytes, reason_of, work_folder, write_whole
 
 NUM_TRACED = 4  # prompts whose first image is on trace.png
 NUM_PREVIEWS = 8
 MAX_BYTES = 16 << 20  # of prompts
+MOST_CHARACTERS = 2000  # of a prompt that becomes a name: more have no room
 
 
 def sample_to_folder(
@@ -44,7 +51,10 @@ def sample_to_folder(
     No image of an earlier run is lost: where a file of another content has the name of a new one, it is renamed first.
     `opening` is how the model is opened: max_resident, dtype, device and verify.
     """
-    _check_counts(len(prompts), num, seed)
+    if not 1 <= num <= MAX_IMAGES // max(len(prompts), 1):
+        raise InputError(f"--num must be at least 1 and give at most {MAX_IMAGES:,} images in all, but is {num}")
+    if not 0 <= seed <= 2**63 - num:
+        raise InputError(f"--seed must be from 0 to {2**63 - num}, but is {seed}")
     with work_folder(out):
         pipe = AtollPipeline.from_pretrained(model, conversion=settings.conversion, **opening)
         jobs = [(prompt, seed + i) for prompt in prompts for i in range(num)]
@@ -96,18 +106,6 @@ def sample_to_folder(
             yield f"{plural(len(names), 'file')} of earlier runs kept under other names, such as {names[0]}"
 
 
-def _check_counts(num_prompts: int, num: int, seed: int) -> None:
-    for name, value, least in (("num", num, 1), ("seed", seed, 0)):
-        if value < least:
-            raise InputError(f"--{name} must be at least {least}, but is {value}")
-    if num * num_prompts > MAX_IMAGES:
-        raise InputError(
-            f"--num {num} for {plural(num_prompts, 'prompt')} is more than {MAX_IMAGES:,} images: ask for fewer"
-        )
-    if seed + num > 2**63:
-        raise InputError(f"--seed must be at most {2**63 - num}, but is {seed}")
-
-
 def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     """Returns each prompt once: the arguments, where - stands for the standard input, and the lines of the file."""
     given = [line for prompt in arguments for line in (_read_lines("-") if prompt == "-" else [prompt])]
@@ -149,3 +147,71 @@ def _in_one_line(settings: dict[str, Any]) -> str:
             text = f"{value:g}" if isinstance(value, float) else ", ".join(value) if isinstance(value, list) else value
             notes.append(f"{key.replace('_', ' ')} {text}")
     return " · ".join(notes)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def file_name(prompt: str, seed: int) -> str:
+    """Returns a name for any text, safe on any disk; what is lost of a text comes back as a hash.
+
+    The hash follows two dashes, which no text has in its name: a text without a hash never has the name of another.
+    """
+    plain = unicodedata.normalize("NFKD", prompt[:MOST_CHARACTERS]).encode("ascii", "ignore").decode().lower()
+    slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:60].strip("-")
+    if slug.replace("-", " ") != prompt or not slug:
+        mark = hashlib.sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+        slug = f"{slug or 'prompt'}--{mark}"
+    return f"{slug}-{seed}.png"
+
+
+def write_image(image: Image.Image, path: Path, **about: Any) -> Path | None:
+    """Writes a PNG that says how it was made, as `write_kept` does; `read_metadata` reads it."""
+    texts = PngInfo()
+    for key, value in about.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # PNG ends a text at a zero; half characters, as a terminal may give them, are no UTF-8.
+        texts.add_itxt(key, text.replace("\0", " ").encode("utf-8", "backslashreplace").decode())
+    return write_kept(path, png_of(image, texts))
+
+
+def png_of(image: Image.Image, about: PngInfo | None = None) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", pnginfo=about)
+    return file.getvalue()
+
+
+def write_kept(path: Path, content: bytes) -> Path | None:
+    """Writes a file. Another that has its name gets the next free one first, NAME.1.png, which is returned.
+
+    So the newest file has the plain name, and nothing is lost. The same content again leaves all as it is.
+    """
+    try:
+        if read_bytes(path, len(content)) == content:
+            return None
+    except OSError:
+        pass  # there is none, or another
+    kept = None
+    if os.path.lexists(path) and not path.is_dir():
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        kept = next(name for name in names if not os.path.lexists(name))
+        try:
+            os.rename(path, kept)
+        except OSError as error:
+            raise InputError(f"cannot rename {path} ({reason_of(error)}): choose another --out") from error
+    write_whole(path, lambda staged: staged.write_bytes(content))
+    return kept
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """Returns prompt, negative_prompt, seed, model (its hash) and settings of a PNG that `write_image` has written."""
+    try:
+        with open_regular(Path(path)) as file, Image.open(file, formats=("PNG",)) as image:
+            image.load()
+            texts = dict(getattr(image, "text", {}))
+        about = {key: str(texts[key]) for key in ("prompt", "negative_prompt", "model")}
+        return {**about, **{key: parse_json(texts[key].encode()) for key in ("seed", "settings")}}
+    except (KeyError, ValueError, SyntaxError, OSError, Image.DecompressionBombError) as error:
+        raise InputError(
+            f"{path} does not say how it was made ({reason_of(error)}): give a PNG that `atoll sample` has made"
+        ) from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -37,13 +37,41 @@ from atoll.sampling.expert import FolderExpert, Prompts
 from atoll.sampling.model_card import SAMPLES
 from atoll.sampling.routing import POLICIES, get_routing
 from atoll.sampling.settings import GUIDANCE, Sampling
-from atoll.sampling.trace import ImageTrace, Preview
 from atoll.tensors import get_device
 
 OUTPUTS = ("pil", "np", "pt", "latent")
 
 OnStepEnd = Callable[["AtollPipeline", int, Tensor, dict[str, Tensor]], Mapping[str, Tensor] | None]
 """callback(pipe, step, t, {"latents": ..., "x0": ...}); "latents" in what it returns take the place of these."""
+
+
+class Preview(NamedTuple):
+    """Where an image was heading at t."""
+
+    t: float
+    x0: Tensor  # latents [C, S, S]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTrace:
+    """Each evaluation of the velocity of one image."""
+
+    times: tuple[float, ...]  # from 1 down
+    weights: Tensor  # [evaluations, K]; rows sum to 1
+    previews: tuple[Preview, ...] = ()
+
+    @property
+    def shares(self) -> list[float]:
+        """Returns how much of the way each expert has led: its weight, averaged over the evaluations."""
+        return list(self.weights.mean(0).tolist())
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what a JSON file says of it."""
+        evaluations = [
+            {"t": round(t, 6), "weights": [round(w, 6) for w in row]}
+            for t, row in zip(self.times, self.weights.tolist(), strict=True)
+        ]
+        return {"shares": [round(share, 6) for share in self.shares], "evaluations": evaluations}
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from atoll.diffusion.transfer import Calibration
 from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError
 from atoll.networks.text_prior import TextPrior
-from atoll.sampling.paris import assemble_paris
+from atoll.sampling.assemble import assemble_paris
 from atoll.storage import resolved
 from atoll.training.held_out import evaluate_expert
 
