@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from train_step import make_step
 
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.partition.partition import partition

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from atoll.data.builtin import make
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.oracle import ClusteredGaussians

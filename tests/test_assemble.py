@@ -13,7 +13,8 @@ import pytest
 
 from atoll.cards import ExpertCard, ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.errors import InputError
 from atoll.networks.expert import Expert

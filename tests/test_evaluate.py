@@ -17,7 +17,8 @@ from sklearn.datasets import load_sample_images
 
 from atoll.cards import ModelIndex
 from atoll.cli.main import main
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.data.view import decode_rows

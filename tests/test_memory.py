@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset

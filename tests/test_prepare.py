@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from atoll.cards import BegunDatasetCard
 from atoll.data import prepare as module
 from atoll.data import shards
-from atoll.data.prepare import PrepareSettings, count, prepare, split_of
+from atoll.data.prepare import count, prepare, split_of, transform_of
+from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.encoders.codecs import load_codec, make_codec
@@ -398,11 +399,11 @@ def test_features_see_more_than_the_latents(tmp_path):
     """A photo of 300 pixels, prepared at 16, is clustered by what its 28 pixels show the network, not its 16."""
     from atoll.data.images import read_image
 
-    transform = PrepareSettings(size=16).transform(feature_size=28)
+    transform = transform_of(PrepareSettings(size=16), feature_size=28)
     picture = read_image(png(3), transform)
     assert picture.pixels.shape == (16, 16, 3)
     assert picture.large.shape == (28, 28, 3)
-    assert read_image(png(3), PrepareSettings(size=32).transform(feature_size=28)).large is None
+    assert read_image(png(3), transform_of(PrepareSettings(size=32), feature_size=28)).large is None
 
 
 def test_files_can_be_read_by_others(tmp_path):

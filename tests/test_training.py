@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll.cli.main import VERBS, main
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.diffusion.schedules import LINEAR
@@ -232,7 +233,7 @@ class TestLearning:
         for name in "ab":
             train_expert(shapes, None, settings, tmp_path / name, progress=False)
             expert = Expert.load(tmp_path / name)
-            losses.append(expert.training["held_out"]["loss"])
+            losses.append(expert.network.card["training"]["held_out"]["loss"])
         first = read_metrics(tmp_path / "a")[0]["loss"]
         report(f"held-out loss on shapes after 150 steps, {objective}: {losses[0]:.4f} (first {first:.3f})")
         assert losses[0] == losses[1]
@@ -300,7 +301,7 @@ class TestExpert:
 
     def test_all_of_the_data_make_the_monolith(self, data, tmp_path):
         train_expert(data, None, replace(QUICK, steps=6), tmp_path / "m", progress=False)
-        assert Expert.load(tmp_path / "m").data["cluster"] is None
+        assert Expert.load(tmp_path / "m").network.card["data"]["cluster"] is None
 
 
 class TestRouter:
@@ -411,8 +412,8 @@ class TestDistributed:
         apart = max(abs(a - b) for a, b in zip(*curves, strict=True))
         report(f"loss curve of two processes against one with twice the batch each: {apart:.1e} apart at most")
         assert apart < 1e-4
-        assert Expert.load(tmp_path / "two").training["processes"] == 2
-        assert Expert.load(tmp_path / "one").training["processes"] == 1
+        assert Expert.load(tmp_path / "two").network.card["training"]["processes"] == 2
+        assert Expert.load(tmp_path / "one").network.card["training"]["processes"] == 1
 
 
 class TestCommand:

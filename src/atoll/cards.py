@@ -149,7 +149,7 @@ class SourceCard(Card):
 
 
 class PrepareCard(Card):
-    """How the images of a data set were prepared: `prepare.PrepareSettings` without paths of one machine."""
+    """How the images of a data set were prepared: `PrepareSettings` without paths of one machine."""
 
     size: Annotated[int, Field(ge=1, le=MAX_SIDE)]
     codec: str

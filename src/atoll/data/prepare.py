@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from tqdm import tqdm
 from atoll.cards import DATASET, FORMAT, BegunDatasetCard, Counts, DatasetCard, PrepareCard, SourceCard, require_same
 from atoll.data.duplicates import Duplicates
 from atoll.data.images import CroppedImage, Transform
+from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, TRAIN, Shard, write_shard, write_sums
 from atoll.data.sources import DAMAGED, Item, Samples, Source, batched, readers
 from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
@@ -48,34 +49,6 @@ BATCH = 64  # images at a time through the codec and the features
 SLOW_CHUNK = 32  # items per shard where each takes a second: a killed run loses what comes after its last shard
 NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 MAX_WORKERS = 1024
-BOUNDS = {"size": (8, 4096), "holdout": (0, 0.99), "max_aspect": (1, 1e6), "min_side": (1, 8192)}
-
-
-@dataclass(frozen=True)
-class PrepareSettings:
-    """What `atoll prepare` can be told."""
-
-    size: int = 32
-    codec: str = "pca"
-    text: str = "words"
-    features: str = "simple"
-    holdout: float = 0.05  # share of images kept from training
-    near_duplicates: str = "auto"  # "drop", "keep", or "auto": drop, but keep those of what is built in
-    min_side: int | None = None  # None: half of size
-    max_aspect: float = 4.0
-    license: str = "unknown"
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise InputError(f"{name.replace('_', '-')} must be from {low:g} to {high:g}, but is {value}")
-        if self.near_duplicates not in ("auto", "drop", "keep"):
-            raise InputError(f"near-duplicates must be auto, drop or keep, but is {self.near_duplicates!r}")
-
-    def transform(self, feature_size: int) -> Transform:
-        min_side = self.size // 2 if self.min_side is None else self.min_side
-        return Transform(self.size, min_side, self.max_aspect, feature_size=feature_size)
 
 
 class Census(NamedTuple):
@@ -208,7 +181,7 @@ def prepare(
         if num_workers is None:
             num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
         chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
-        with readers(num_workers, settings.transform(features.size), chunk) as read:
+        with readers(num_workers, transform_of(settings, features.size), chunk) as read:
             if not (out / "vae").exists():
                 sample = _sample(source, census, read, progress) if needs_sample(settings.codec) else None
                 codec = make_codec(settings.codec, sample=sample)
@@ -241,6 +214,11 @@ def prepare(
         card = DatasetCard(**values, counts=Counts(**writer.counts), codec=codec_card, latent_shape=shape)
         write_json(out / DATASET, card.values())
         return card
+
+
+def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
+    min_side = settings.size // 2 if settings.min_side is None else settings.min_side
+    return Transform(settings.size, min_side, settings.max_aspect, feature_size=feature_size)
 
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> Census:

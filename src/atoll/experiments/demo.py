@@ -30,7 +30,8 @@ from PIL import Image
 
 from atoll.cards import PARTITION, DatasetCard, ModelIndex, PartitionCard
 from atoll.data.builtin import make
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.data.view import decode_rows

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from atoll.config import build
 from atoll.data.download import PACKAGES, fetch
-from atoll.data.prepare import PrepareSettings, prepare
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.encoders.features import make_features
 from atoll.errors import InputError, unknown

@@ -1,0 +1,41 @@
+"""What `atoll prepare` can be told. Apart, so that its --help need not wait for torch."""
+
+from dataclasses import dataclass
+
+from atoll.errors import InputError
+
+BOUNDS = {"size": (8, 4096), "holdout": (0, 0.99), "max_aspect": (1, 1e6), "min_side": (1, 8192)}
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """How images are prepared."""
+
+    size: int = 32
+    """Images are scaled and cropped to SIZE x SIZE pixels."""
+    codec: str = "pca"
+    """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of another data
+    set."""
+    text: str = "words"
+    """words, or clip:HUB_ID_OR_FOLDER."""
+    features: str = "simple"
+    """What images are clustered by: simple, efficientnet, efficientnet:SIZE, dino:HUB_ID_OR_FOLDER or
+    clip:HUB_ID_OR_FOLDER."""
+    holdout: float = 0.05
+    """The share of images kept from training, chosen by their content."""
+    near_duplicates: str = "auto"
+    """drop or keep them; auto drops, but keeps those of a built-in data set."""
+    min_side: int | None = None
+    """Images with a shorter side are left out; half of SIZE by default."""
+    max_aspect: float = 4.0
+    """Images that are longer than this times their width are left out."""
+    license: str = "unknown"
+    """Goes into dataset.json and travels with all that is made of the data."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InputError(f"{name.replace('_', '-')} must be from {low:g} to {high:g}, but is {value}")
+        if self.near_duplicates not in ("auto", "drop", "keep"):
+            raise InputError(f"near-duplicates must be auto, drop or keep, but is {self.near_duplicates!r}")
