@@ -100,7 +100,7 @@ class Judge:
 
 def drawn_to_the_mean(expert: Expert, judge_: Judge) -> Expert:
     """The same expert calibrated towards its cluster's mean, whatever the text."""
-    rows = DatasetView(Dataset.open(judge_.data.folder, expert.data["cluster"]))
+    rows = DatasetView(Dataset.open(judge_.data.folder, expert.network.card["data"]["cluster"]))
     assert expert.prior is not None
     blind = replace(expert.prior, weight=torch.zeros_like(expert.prior.weight))
     with torch.no_grad():

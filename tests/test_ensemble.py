@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,9 @@ def make_expert(seed: int, kind: str = "fm", size: str = "xs/2", sizes: dict = S
     frozen = {"spec": "none", "dtype": "float32", "fingerprint": "0"}
     space = {"shape": shape, "codec": {**frozen, "channels": shape[0], "factor": 1}}
     text = {**frozen, "dim": sizes["text_dim"], "max_length": 8}
-    return Expert(network, get_objective(kind), space, text, calibration=calibration)
+    objective = get_objective(kind)
+    network.card = {"objective": asdict(objective), "latent_space": space, "text_encoder": text}
+    return Expert(network, objective, calibration)
 
 
 def make_router(text_dim: int | None = 16) -> Router:

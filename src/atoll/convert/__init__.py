@@ -17,7 +17,6 @@ from atoll.errors import InputError, printable
 from atoll.networks.dit import DiT
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.published import Source, read_source
-from atoll.networks.router import Router
 from atoll.networks.stored import WEIGHTS
 from atoll.storage import reason_of, write_json
 
@@ -92,22 +91,23 @@ def save(
     assembled with others; `data` is what it answers for. Without, it is a bare network to start training from.
     """
     check_out(out)
-    folder, network, init, license = Path(out), converted.network, converted.init, converted.license
+    folder, network = Path(out), converted.network
     for name in (CONFIG, CALIBRATION):  # what an earlier conversion left is no expert any more
         (folder / name).unlink(missing_ok=True)
     write_json(folder / REPORT, converted.report)
-    if isinstance(network, Router):
-        latents = {"latent_space": space["latent_space"]} if space else {}
-        network.card = {"license": license, "training": {"converted": init}, **latents}
+    card: dict[str, Any] = {"license": converted.license}
+    if converted.objective is None:
+        card |= {"training": {"converted": converted.init}}
+        network.card = card | ({"latent_space": space["latent_space"]} if space else {})
         network.save_pretrained(folder)
         return
-    assert converted.objective is not None
+    assert isinstance(network, DiT)
+    network.card = {"objective": asdict(converted.objective), "init": converted.init, **card}
     if space is None:
-        network.card = {"objective": asdict(converted.objective), "init": init, "license": license}
         network.save_pretrained(folder)
         return
-    part = (network, converted.objective, space["latent_space"], space["text_encoder"], data or {})
-    Expert(*part, init=init, license=license, calibration=calibration).save(folder)
+    network.card = {**network.card, **space, "data": data or {}}
+    Expert(network, converted.objective, calibration).save(folder)
 
 
 def describe(converted: Converted, out: str | Path) -> list[str]:

@@ -5,10 +5,8 @@ EXPERT/model.safetensors        the weights (averaged over training)
 EXPERT/calibration.safetensors  what was measured on held-out data of its cluster, if config.json says so
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,19 +28,12 @@ REPORT = "conversion.json"  # of an expert that was made of a published checkpoi
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """A network and its card."""
+    """A network whose card is an `ExpertCard`, and what was measured of it."""
 
     network: DiT
     objective: Objective
-    latent_space: Mapping[str, Any]  # "shape" [C, S, S], and "codec" as dataset.json describes it
-    text_encoder: Mapping[str, Any]  # as dataset.json describes it
-    data: Mapping[str, Any] = field(default_factory=dict)  # name, fingerprint, cluster, pictures, license
-    training: Mapping[str, Any] = field(default_factory=dict)  # settings, steps, samples, held-out loss
-    init: Mapping[str, Any] | None = None  # where the first weights came from; None: random
-    license: str = "unknown"
     calibration: Calibration | None = None
     prior: TextPrior | None = None  # what the calibration draws to; the cluster's mean if there is none
-    guidance: float = 1.0  # that it has learned, so that none is needed to sample; 1: none
 
     def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
         """Returns how its outputs become canonical velocities."""
@@ -60,13 +51,7 @@ class Expert:
                 tensors["text_limit"] = torch.tensor(prior.limit, dtype=torch.float64)
             write_whole(folder / CALIBRATION, lambda staged: save_file(tensors, staged))
             files = [CALIBRATION]
-        names = ("latent_space", "text_encoder", "data", "training", "init", "license")
-        self.network.card = {
-            "objective": asdict(self.objective),
-            **{name: getattr(self, name) for name in names},
-            "calibration": CALIBRATION if files else None,
-            **({} if self.guidance == 1 else {"guidance": self.guidance}),
-        }
+        self.network.card = {**self.network.card, "calibration": CALIBRATION if files else None}
         self.network.save_pretrained(folder, files)
 
     @classmethod
@@ -84,8 +69,7 @@ class Expert:
         for file, shape in ((CONFIG, card.latent_space.shape), (CALIBRATION, calibration and calibration.mean.shape)):
             if shape and list(shape) != [config.in_channels, config.input_size, config.input_size]:
                 raise InputError(f"{path / file} is of latents {list(shape)}, which the architecture does not take")
-        about = {key: value for key, value in network.card.items() if key not in ("objective", "calibration")}
-        return cls(network, objective, **about, calibration=calibration, prior=prior)
+        return cls(network, objective, calibration, prior)
 
 
 def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:

@@ -8,7 +8,7 @@ asked, and one expert per image is run.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,7 @@ class Teacher:
             u = mixture(x, t)
         failed = (self.ensemble.present & ~mixture.present).any(0).nonzero().flatten().tolist()
         if failed:
-            raise InputError(
-                f"{self.ensemble.names[failed[0]]} of the teacher gives values that are not finite: use less guidance"
-            )
+            raise InputError(f"expert_{failed[0]} of the teacher gives values that are not finite: use less guidance")
         return u
 
     def resident_bytes(self) -> int:
@@ -221,7 +219,10 @@ class DistillTask(ExpertTask):
         return float(torch.cat(losses).mean())
 
     def as_expert(self, training: Mapping[str, Any]) -> Expert:
-        return replace(super().as_expert(training), guidance=self.learned_guidance)
+        expert = super().as_expert(training)
+        if self.learned_guidance != 1:
+            self.network.card = {**self.network.card, "guidance": self.learned_guidance}
+        return expert
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Measures against the teacher as well as against the data, and writes the student as an expert."""

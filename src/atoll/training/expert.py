@@ -1,6 +1,7 @@
 """Training an expert on its cluster, or the monolith on all of the data."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -140,18 +141,17 @@ class ExpertTask(CaptionedTask):
         return draw_samples({"held out": real, "made": images}, captions, title)
 
     def as_expert(self, training: Mapping[str, Any]) -> Expert:
-        return Expert(
-            network=self.network,
-            objective=self.objective,
-            latent_space=self.view.data.card.latent_space.values(),
-            text_encoder=self.view.data.card.text.values(),
-            data=self.view.describe(),
-            training=training,
-            init=self.init,
-            license=self.license,
-            calibration=None if self.evaluated is None else self.evaluated.calibration,
-            prior=None if self.evaluated is None else self.prior,
-        )
+        self.network.card = {
+            "objective": asdict(self.objective),
+            "latent_space": self.view.data.card.latent_space.values(),
+            "text_encoder": self.view.data.card.text.values(),
+            "data": self.view.describe(),
+            "training": training,
+            "init": self.init,
+            "license": self.license,
+        }
+        measured = () if self.evaluated is None else (self.evaluated.calibration, self.prior)
+        return Expert(self.network, self.objective, *measured)
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
         """Measures on more held-out data than before, and writes the expert."""
