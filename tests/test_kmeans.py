@@ -16,21 +16,23 @@ from sklearn.metrics import silhouette_score
 from sklearn.preprocessing import normalize
 
 from atoll.errors import InputError
-from atoll.partition import assign as assigning
-from atoll.partition.assign import (
+from atoll.partition import kmeans as clustering
+from atoll.partition.kmeans import (
     Centroids,
+    _finish,
+    _Points,
     assign,
-    by_label,
-    by_random,
     capacity_of,
     find_nearest,
+    hierarchical,
+    kmeans,
     measure,
     pack,
     read,
     sample_indices,
     silhouette,
 )
-from atoll.partition.kmeans import _finish, _Points, hierarchical, kmeans
+from atoll.partition.partition import by_label, by_random
 
 DIGITS = load_digits().data.astype(np.float32)
 
@@ -106,21 +108,21 @@ def test_the_seed_decides_and_the_chunk_does_not(monkeypatch):
     assert torch.equal(found.centroids, again.centroids)
     assert not torch.equal(found.centroids, other.centroids)
     expected = find_nearest(x, found.centroids, "euclidean")[0]
-    monkeypatch.setattr(assigning, "CHUNK", 1000)
+    monkeypatch.setattr(clustering, "CHUNK", 1000)
     assert torch.equal(find_nearest(x, found.centroids, "euclidean")[0], expected)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-def test_reading_is_bounded(metric):
+def test_reading_is_bounded(metric, monkeypatch):
     rows = OnDisk(60_000, 16)
-    memory = 8000 * 16 * 4
-    found = kmeans(rows, 8, metric=metric, memory=memory)
+    monkeypatch.setattr(clustering, "MEMORY", 8000 * 16 * 4)
+    found = kmeans(rows, 8, metric=metric)
     assert rows.largest <= 4096
     assert rows.total == 1 + 8000 + 60_000, "the width, the sample, and one pass for the assignment"
     assert found.sizes.tolist() == [7500] * 8
     rows.largest = 0
-    _, labels = hierarchical(rows, 4, fine=16, metric=metric, cap=1.2, memory=memory)
-    measure(rows, labels, 4, metric=metric, sample=500)
+    _, labels = hierarchical(rows, 4, fine=16, metric=metric, cap=1.2)
+    measure(rows, labels, 4, metric=metric)
     assert rows.largest <= 4096
 
 
@@ -347,7 +349,7 @@ def test_whole_labels_in_balanced_groups(labels, k):
 def test_quality_beside_scikit_learn(metric):
     labels = kmeans(DIGITS, 6, metric=metric).labels
     x = normalize(DIGITS) if metric == "cosine" else DIGITS
-    found = measure(DIGITS, labels, 6, metric=metric, sample=10_000)
+    found = measure(DIGITS, labels, 6, metric=metric)
     assert found["silhouette"] == pytest.approx(silhouette_score(x, labels, metric=metric), abs=1e-4)
     means = np.stack([x[labels == i].mean(0) for i in range(6)])
     if metric == "cosine":
@@ -362,11 +364,12 @@ def test_quality_beside_scikit_learn(metric):
     assert found["balance"] == pytest.approx(6 * found["share_of_largest"])
 
 
-def test_silhouette_of_a_sample():
+def test_silhouette_of_a_sample(monkeypatch):
+    monkeypatch.setattr("atoll.partition.kmeans.SILHOUETTE_ROWS", 400)
     labels = kmeans(DIGITS, 6).labels
     indices = sample_indices(len(DIGITS), 400, seed=0)
     expected = silhouette_score(DIGITS[indices], labels[indices])
-    assert silhouette(DIGITS, labels, sample=400) == pytest.approx(expected, abs=1e-5)
+    assert silhouette(DIGITS, labels) == pytest.approx(expected, abs=1e-5)
     alone = torch.tensor([0, 0, 1])
     x = np.array([[0.0], [1], [5]], dtype=np.float32)
     assert silhouette(x, alone) == pytest.approx(silhouette_score(x, alone))

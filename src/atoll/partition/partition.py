@@ -1,19 +1,21 @@
 """From a data set to its clusters: `atoll partition` and `atoll assign`."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atoll.cards import PartitionCard, require_same
 from atoll.data.shards import Dataset, regroup
 from atoll.data.view import decode_rows
 from atoll.encoders.codecs import is_quick, load_codec
+from atoll.encoders.text import GOLDEN, split_mix
 from atoll.errors import InputError, printable, unknown
-from atoll.partition.assign import METRICS, Centroids, Indices, assign, by_label, by_random, measure
-from atoll.partition.kmeans import hierarchical
+from atoll.partition.kmeans import METRICS, Centroids, assign, capacity_of, check_k, hierarchical, measure
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import cluster_map, contact_sheet
 from atoll.storage import alone
@@ -42,22 +44,19 @@ def partition(
         raise InputError("random clusters are of equal size already: leave --balance out")
     with alone(Path(folder)):
         data = Dataset.open(folder)
-        notes: list[str] = []
-        centroids = None
+        notes, centroids = list[str](), None
         settings: dict[str, Any] = {"method": method, "seed": seed}
         if method == "kmeans":
             features = data.column("features")
-            centroids, labels = hierarchical(
-                features, num_experts, metric, fine=fine, cap=cap, seed=seed, progress=progress
-            )
+            centroids, labels = hierarchical(features, num_experts, metric, fine, cap, seed, progress)
             used = len(centroids.fine)
             settings |= {"metric": metric, "fine": used, "cap": cap}
             if used < fine:
                 notes = [f"{used} fine centroids instead of {fine}: there are only {len(data)} images"]
         elif method == "random":
-            labels = by_random(len(data), num_experts, seed=seed)
+            labels = by_random(len(data), num_experts, seed)
         else:
-            labels = by_label(data.strings("label"), num_experts, cap=cap)
+            labels = by_label(data.strings("label"), num_experts, cap)
         return [*notes, *_write(data, labels, num_experts, centroids, settings, metric, progress)]
 
 
@@ -84,6 +83,42 @@ def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -
         return _write(data, labels, centroids.num_clusters, centroids, settings, centroids.metric, progress)
 
 
+def by_random(num_rows: int, k: int, seed: int = 0) -> Tensor:
+    """Returns a random cluster for each row [N], from (seed, row number) alone, with sizes that differ by at most 1.
+
+    Each run of k consecutive rows is a random permutation of the clusters, so rows added later change nothing.
+    """
+    check_k(k, num_rows)
+    runs = -(-num_rows // k)
+    start = split_mix(torch.tensor((seed + 2**63) % 2**64 - 2**63) + GOLDEN)
+    keys = split_mix(torch.arange(runs * k) + start + GOLDEN) ^ -(2**63)  # whose order is that of unsigned numbers
+    return keys.reshape(runs, k).argsort(stable=True).reshape(-1)[:num_rows].clone()
+
+
+def by_label(labels: Sequence[str], k: int, cap: float | None = None) -> Tensor:
+    """Returns the cluster of each row [N] from its label: one for each label in sorted order, or k balanced groups."""
+    names = sorted(set(labels))  # np.unique would make all of them as long as the longest
+    number = {name: i for i, name in enumerate(names)}
+    of_row = np.fromiter(map(number.__getitem__, labels), np.int64, len(labels))
+    sizes = np.bincount(of_row)
+    check_k(k, len(of_row))
+    if k > len(names):
+        raise InputError(f"there are only {len(names)} labels for {k} clusters: ask for at most {len(names)}")
+    of_name, loads = np.arange(len(names)), sizes
+    if k < len(names):
+        loads = np.zeros(k, dtype=np.int64)
+        for name in np.argsort(-sizes, kind="stable"):
+            of_name[name] = loads.argmin()
+            loads[of_name[name]] += sizes[name]
+    if cap is not None and loads.max() > (capacity := capacity_of(cap, len(of_row), k)):
+        least = -(-int(loads.max()) * k * 100 // len(of_row)) / 100
+        raise InputError(
+            f"whole labels do not fit into {k} clusters of at most {capacity} images: "
+            f"set --balance to {least:g}, or cluster by k-means"
+        )
+    return torch.from_numpy(of_name[of_row])
+
+
 def _write(
     data: Dataset,
     labels: Tensor,
@@ -94,14 +129,14 @@ def _write(
     progress: bool,
 ) -> list[str]:
     """Regroups the rows, with all that describes the clusters beside them."""
-    quality = measure(data.column("features"), labels, num_clusters, metric, progress=progress)
+    quality = measure(data.column("features"), labels, num_clusters, metric, progress)
     parts = {part: getattr(data.card, part) for part in ("latent_shape", "features", "codec", "text")}
     card = PartitionCard(**settings, num_clusters=num_clusters, **quality, **parts)
 
     def finish(staged: Path) -> None:
         if centroids is not None:
             centroids.save(staged / CENTROIDS)
-        _draw(data, labels.numpy(), num_clusters, staged)
+        _draw(data, labels, num_clusters, staged)
         card.write(staged)
 
     regroup(data, labels.numpy(), num_clusters, finish, progress)
@@ -116,13 +151,13 @@ def _write(
     ]
 
 
-def _draw(data: Dataset, cluster_of: Indices, num_clusters: int, folder: Path) -> None:
+def _draw(data: Dataset, labels: Tensor, num_clusters: int, folder: Path) -> None:
     """Draws a contact sheet of each cluster, and a map of all."""
     rng, codec = np.random.default_rng(0), load_codec(data.folder)
     on_a_sheet, on_the_map = (60, 900) if is_quick(codec) else (16, 120)
     for cluster in range(num_clusters):
-        members = np.flatnonzero(cluster_of == cluster)
-        if len(members) == 0:
+        members = np.flatnonzero(labels == cluster)
+        if not len(members):
             continue
         rows = np.sort(rng.choice(members, min(on_a_sheet, len(members)), replace=False))
         title = f"cluster {cluster}: {len(members)} images ({len(members) / len(data):.0%})"
@@ -131,5 +166,5 @@ def _draw(data: Dataset, cluster_of: Indices, num_clusters: int, folder: Path) -
     rows = np.sort(rng.choice(len(data), min(on_the_map, len(data)), replace=False))
     features = data.column("features")[rows].astype(np.float64)
     names = [f"cluster {cluster}" for cluster in range(num_clusters)]
-    figure = cluster_map(features, cluster_of[rows], decode_rows(data, rows, codec, side=32), names)
+    figure = cluster_map(features, labels[rows].numpy(), decode_rows(data, rows, codec, side=32), names)
     save_image(figure, folder / "map.png")
