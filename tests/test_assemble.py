@@ -195,7 +195,7 @@ class TestMissing:
     def test_it_is_named(self, data, run, tmp_path):
         with pytest.raises(InputError, match="no expert of cluster 1: give one, or --allow-missing"):
             assemble([run / "expert_0", run / "expert_2"], run / "router", tmp_path / "model", data)
-        with pytest.raises(InputError, match="no expert of clusters 0, 1"):
+        with pytest.raises(InputError, match="no expert of cluster 0, 1"):
             assemble([run / "expert_2"], run / "router", tmp_path / "model", data)
 
     def test_it_may_be(self, data, run, tmp_path):
@@ -226,11 +226,11 @@ class TestRefused:
 
     def test_a_cluster_the_router_does_not_know(self, data, mine, tmp_path):
         edit(mine / "expert_2", "data", "cluster", value=7)
-        self.refused("expert_2 is of cluster 7, but the router .* knows 0 to 2", tmp_path, [mine], None, data)
+        self.refused("expert_2 is of cluster 7, but the router .* knows the clusters 0 to 2", tmp_path, [mine], None, data)
 
     def test_a_monolith_among_experts(self, data, mine, tmp_path):
         edit(mine / "expert_2", "data", "cluster", value=None)
-        self.refused("expert_2 was trained on all of the data", tmp_path, [mine], None, data)
+        self.refused("expert_2 is of all of the data", tmp_path, [mine], None, data)
 
     @pytest.mark.parametrize("part", ["expert_1", "router"])
     @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ class TestRefused:
 
     def test_data_without_a_codec(self, run, tmp_path):
         (tmp_path / "bare").mkdir()
-        self.refused("bare has no vae", tmp_path, [run], None, tmp_path / "bare")
+        self.refused("a codec and a text encoder, and .*bare has not both", tmp_path, [run], None, tmp_path / "bare")
         self.refused("needs a codec and a text encoder: give --data", tmp_path, [run], None)
 
     def test_no_router(self, data, run, tmp_path):

@@ -227,12 +227,10 @@ def inside(path: Path, root: Path) -> Path:
 def _find_data(given: Sequence[Path], data: str | Path | None) -> Path:
     """Returns where codec and text encoder are: in a data set, or in a model that is taken apart."""
     for folder in given if data is None else [Path(data)]:
-        lacking = [name for name in (CODEC, TEXT) if not (folder / name).is_dir()]
-        if not lacking:
+        if all((folder / name).is_dir() for name in (CODEC, TEXT)):
             return folder
-        if data is not None:
-            raise InputError(f"{data} has no {lacking[0]}: give the data set that the experts were trained on")
-    raise InputError("the model needs a codec and a text encoder: give --data, the data set of the experts")
+    where = "" if data is None else f", and {data} has not both"
+    raise InputError(f"the model needs a codec and a text encoder{where}: give --data, the data set of the experts")
 
 
 def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> Path | None:
@@ -265,15 +263,12 @@ def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path, allow_mis
     """Returns the experts by their clusters, None where one is missing; the router at `place` knows `num`."""
     by_cluster: dict[int, Path] = {}
     for folder, card in cards.items():
-        if card.cluster is None and num > 1:
+        cluster = 0 if card.cluster is None and num == 1 else card.cluster
+        if cluster not in range(num):
+            what = "all of the data" if cluster is None else f"cluster {cluster}"
             raise InputError(
-                f"{folder} was trained on all of the data, and the router {place} is for {num} clusters: leave it out"
-            )
-        cluster = card.cluster or 0
-        if not 0 <= cluster < num:
-            raise InputError(
-                f"{folder} is of cluster {cluster}, but the router {place} knows 0 to {num - 1}: leave it out, or give "
-                "the router of its partition"
+                f"{folder} is of {what}, but the router {place} knows the clusters 0 to {num - 1}: leave it out, or "
+                "give the router of its partition"
             )
         if cluster in by_cluster:
             raise InputError(
@@ -282,8 +277,7 @@ def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path, allow_mis
         by_cluster[cluster] = folder
     missing = [str(k) for k in range(num) if k not in by_cluster]
     if missing and not allow_missing:
-        what = f"cluster {missing[0]}" if len(missing) == 1 else f"clusters {', '.join(missing)}"
-        raise InputError(f"there is no expert of {what}: give one, or --allow-missing to do without")
+        raise InputError(f"there is no expert of cluster {', '.join(missing)}: give one, or --allow-missing")
     return [by_cluster.get(k) for k in range(num)]
 
 

@@ -52,14 +52,12 @@ class Ensemble:
         self,
         experts: Sequence[VelocityExpert | None],
         router: Router | CentroidRouter | Logits | None = None,
-        *,
         max_resident: int | None = None,
     ) -> None:
         if max_resident is not None and max_resident < 1:
             raise InputError(f"max_resident must be a whole number of at least 1, or None, but is {max_resident}")
         self.experts, self.router, self.max_resident = tuple(experts), router, max_resident
         self._recent: list[VelocityExpert] = []  # those in memory, the least recently used first
-        self.names = tuple(f"expert_{k}" for k in range(len(experts)))
         self.temperature = 1.0
         if isinstance(router, Router | CentroidRouter):
             self.temperature = router.card.get("temperature", 1.0)
@@ -74,8 +72,7 @@ class Ensemble:
         self.shape, self.device = first.shape, first.device
         self.present = torch.tensor([expert is not None for expert in experts])
         self.is_flow = torch.tensor([expert is not None and expert.is_flow for expert in experts])
-        missing = [name for name, expert in zip(self.names, experts, strict=True) if expert is None]
-        if missing:
+        if missing := [f"expert_{k}" for k, expert in enumerate(experts) if expert is None]:
             warnings.warn(
                 f"{', '.join(missing)} of {len(experts)} experts {'is' if len(missing) == 1 else 'are'} missing: "
                 "what the router gives to them goes to the others",
@@ -87,24 +84,18 @@ class Ensemble:
         cls,
         folders: Sequence[str | Path | None],
         router: Router | CentroidRouter | Logits | None = None,
-        *,
-        conversion: Conversion | str | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
         max_resident: int | None = None,
+        **options: Any,
     ) -> "Ensemble":
-        """Returns experts from their folders, loaded when first needed; a folder that is not there is a missing one."""
+        """Returns experts from their folders, loaded when first needed; a folder that is not there is a missing one.
+
+        `options` are those of `FolderExpert`.
+        """
         experts = [
-            FolderExpert(folder, conversion=conversion, dtype=dtype, device=device)
-            if folder is not None and Path(folder).exists()
-            else None
+            None if folder is None or not Path(folder).exists() else FolderExpert(folder, **options)
             for folder in folders
         ]
-        return cls(experts, router, max_resident=max_resident)
-
-    @property
-    def num_experts(self) -> int:
-        return len(self.experts)
+        return cls(experts, router, max_resident)
 
     def is_resident(self, number: int) -> bool:
         expert = self.experts[number]
@@ -141,15 +132,12 @@ class Mixture:
         self.present = ensemble.present[None].clone()  # [1 or B, K]: what fails on a sample is taken out of its run
         self._alone = int(ensemble.present.sum()) == 1
         if ensemble.router is None and not self._alone and self.routing.name not in NEED_NO_ROUTER:
-            raise InputError(
-                f"{ensemble.num_experts} experts need a router for routing {self.routing.name!r}: give one"
-            )
+            raise InputError(f"the experts need a router for routing {self.routing.name!r}: give one")
         self._texts_of: dict[int, TextCache] = {}
         self._router_text = _router_text(ensemble.router, self.prompts, ensemble.device)
         self._logits: Tensor | None = None  # [B, K], the router's last answer on each sample
         self._open: list[int] = []  # the samples it is still asked about
         self._evaluations = 0
-        self._warned: set[int] = set()
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
@@ -178,10 +166,9 @@ class Mixture:
             return
         rows = list(range(len(x))) if self._logits is None else self._open
         logits = router(*_part(x, t, torch.tensor(rows, device=x.device)), self._router_text(rows))
-        if self._logits is None or len(rows) == len(x):
+        if self._logits is None:
             self._logits = logits
-        else:
-            self._logits = self._logits.index_copy(0, torch.tensor(rows, device=logits.device), logits)
+        self._logits = self._logits.index_copy(0, torch.tensor(rows, device=logits.device), logits)
         self._open = rows
         if routing.confident is not None:
             top = probabilities(self._logits, self.ensemble.temperature, self.present).amax(1).tolist()
@@ -248,19 +235,11 @@ class Mixture:
         return guided(expert.velocity, self.guidance, lambda both: texts.context(rows, both))(x, t)
 
     def _leave_out(self, number: int, rows: list[int]) -> None:
-        name = self.ensemble.names[number]
+        fault = f"the velocity of expert_{number} is not finite"
         self.present[rows, number] = False
         if not bool(self.present.any(1).all()):
-            raise InputError(
-                f"the velocity of {name} is not finite and no other expert is left: "
-                "use smaller guidance, or load other weights"
-            )
-        if number not in self._warned:
-            self._warned.add(number)
-            warnings.warn(
-                f"the velocity of {name} is not finite: it is left out, and its weight goes to the others",
-                stacklevel=4,
-            )
+            raise InputError(f"{fault} and no other expert is left: use smaller guidance, or load other weights")
+        warnings.warn(f"{fault}: it is left out, and its weight goes to the others", stacklevel=4)
 
 
 def _part(x: Tensor, t: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

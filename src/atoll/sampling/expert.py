@@ -44,18 +44,16 @@ class VelocityExpert:
     resident = True
 
     def __init__(self, network: DiT, transfer: Transfer, prior: TextPrior | None = None) -> None:
-        self.network, self.transfer, self.prior = network, transfer, prior
-        config = network.config
+        self.network, self.transfer, config = network, transfer, network.config
         self.shape = config.in_channels, config.input_size, config.input_size
         self.is_flow = transfer.prediction is Prediction.VELOCITY
         self.device = network.patch_embed.weight.device
+        self.prior = None if prior is None else prior.to(self.device)
 
     @classmethod
     def of(cls, expert: Expert, conversion: Conversion | str | None = None) -> Self:
-        transfer, prior = expert.transfer(conversion), expert.prior
-        if transfer.conversion is not Conversion.CALIBRATED or prior is None:
-            return cls(expert.network, transfer)
-        return cls(expert.network, transfer, prior.to(expert.network.patch_embed.weight.device))
+        transfer = expert.transfer(conversion)
+        return cls(expert.network, transfer, expert.prior if transfer.conversion is Conversion.CALIBRATED else None)
 
     @property
     def text_dim(self) -> int | None:
@@ -181,19 +179,18 @@ class TextCache:
     def __init__(self, read_text: Callable[[Tensor], TextContext], prompts: Prompts) -> None:
         self.prompts = prompts
         self._text = cache(lambda number: _stacked(read_text(prompts.texts[number])))
-        self._last: tuple[object, TextContext] | None = None
+        self._last: tuple[Sequence[int], TextContext] | None = None
 
     def context(self, rows: Sequence[int], guided: bool = False) -> TextContext:
         """Returns the texts of the samples `rows`; `guided`, then also those to be guided away from."""
-        key = (tuple(rows), guided)
-        if self._last is None or self._last[0] != key:
-            numbers = [self.prompts.positive[row] for row in rows]
-            if guided:
-                assert self.prompts.negative is not None
-                numbers += [self.prompts.negative[row] for row in rows]
-            if len(set(numbers)) == 1:
-                numbers = numbers[:1]  # one text serves any number of samples
-            self._last = key, _put_together([self._text(number) for number in numbers])
+        numbers = [self.prompts.positive[row] for row in rows]
+        if guided:
+            assert self.prompts.negative is not None
+            numbers += [self.prompts.negative[row] for row in rows]
+        if len(set(numbers)) == 1:
+            numbers = numbers[:1]  # one text serves any number of samples
+        if self._last is None or self._last[0] != numbers:
+            self._last = numbers, _put_together([self._text(number) for number in numbers])
         return self._last[1]
 
 

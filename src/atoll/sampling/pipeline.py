@@ -44,6 +44,8 @@ OUTPUTS = ("pil", "np", "pt", "latent")
 OnStepEnd = Callable[["AtollPipeline", int, Tensor, dict[str, Tensor]], Mapping[str, Tensor] | None]
 """callback(pipe, step, t, {"latents": ..., "x0": ...}); "latents" in what it returns take the place of these."""
 
+_Request = tuple[str, str, int]  # the prompt, the negative prompt and the seed of an image
+
 
 class Preview(NamedTuple):
     """Where an image was heading at t."""
@@ -255,23 +257,18 @@ class AtollPipeline:
         self._interrupt = False
         images: list[Any] = []
         traces: list[ImageTrace] = []
-        starts = range(0, len(requests), batch_size)
-        num_steps = len(times) - 1
-        on_trace = range(0, num_steps, -(-num_steps // previews)) if previews > 0 else range(0)
+        starts, num_steps = range(0, len(requests), batch_size), len(times) - 1
+        shown = range(0, num_steps, -(-num_steps // previews)) if previews > 0 else range(0)
         with tqdm(total=len(starts) * num_steps, unit=" steps", disable=None if progress else True, leave=False) as bar:
             for start in starts:
                 if self._interrupt:
                     break
-                prompts, negatives, seeds = zip(*requests[start : start + batch_size], strict=True)
-                watch = _Watch(self, callback_on_step_end, on_trace, bar)
-                with suppress(_Interrupted):
-                    generate(
-                        self.ensemble, Prompts.encode(self.text_encoder, prompts, negatives), seeds, solver=solver,
-                        times=times, routing=policy, guidance=guidance, on_step=watch.on_step,
-                        trace=watch.on_evaluation,
-                    )  # fmt: skip
-                images.append(self.render(watch.latents, output_type))
-                traces += watch.traces()
+                latents, batch_traces = self._make_batch(
+                    requests[start : start + batch_size], callback_on_step_end, shown, bar,
+                    solver=solver, times=times, routing=policy, guidance=guidance,
+                )  # fmt: skip
+                images.append(self.render(latents, output_type))
+                traces += batch_traces
         settings: dict[str, Any] = {
             "steps": num_steps,
             "guidance": guidance,
@@ -289,6 +286,37 @@ class AtollPipeline:
         prompts, negatives, seeds = zip(*requests[: len(traces)], strict=True)
         return Samples(_joined(images), seeds, prompts, negatives, tuple(traces), settings)
 
+    def _make_batch(
+        self, requests: Sequence[_Request], callback: OnStepEnd | None, shown: range, bar: Any, **options: Any
+    ) -> tuple[Tensor, list[ImageTrace]]:
+        """Returns the latents where the last step has led, and how each image got there; previews of `shown` steps."""
+        prompts, negatives, seeds = zip(*requests, strict=True)
+        evaluations: list[Routed] = []
+        previews: list[Preview] = []
+        latents = torch.empty(0)
+
+        def on_step(step: Step) -> None:
+            nonlocal latents
+            if step.number in shown:
+                previews.append(Preview(float(step.t), step.x0.cpu()))
+            if callback is not None:
+                answer = callback(self, step.number, step.t, {"latents": step.x, "x0": step.x0})
+                if answer is not None and "latents" in answer:
+                    step.x.copy_(answer["latents"])  # the solver goes on from this very tensor
+            bar.update()
+            latents = step.x
+            if self._interrupt:  # which one sets, as with diffusers
+                raise _Interrupted
+
+        texts = Prompts.encode(self.text_encoder, prompts, negatives)
+        with suppress(_Interrupted):
+            generate(self.ensemble, texts, seeds, on_step=on_step, trace=evaluations.append, **options)
+        times = tuple(float(routed.t) for routed in evaluations)
+        weights = torch.stack([routed.weights.float().cpu() for routed in evaluations], 1)  # [B, evaluations, K]
+        return latents, [
+            ImageTrace(times, own, tuple(Preview(t, x0[i]) for t, x0 in previews)) for i, own in enumerate(weights)
+        ]
+
     def render(self, latents: Tensor, output_type: str = "pil") -> Any:
         """Returns latents as images: a list of PIL's, an array [B, S, S, 3] or a tensor [B, 3, S, S] in [0, 1]."""
         if not bool(torch.isfinite(latents).all()):
@@ -300,41 +328,6 @@ class AtollPipeline:
             return [Image.fromarray(picture) for picture in to_uint8(images)]
         unit = (images.clamp(-1, 1) + 1) / 2
         return unit if output_type == "pt" else unit.permute(0, 2, 3, 1).cpu().numpy()
-
-
-class _Watch:
-    """What one batch shows on its way: to the callback, to the progress bar, and to its traces."""
-
-    latents: Tensor  # where the last step has led
-
-    def __init__(self, pipe: AtollPipeline, callback: OnStepEnd | None, shown: range, bar: Any) -> None:
-        self.pipe, self.callback, self.shown, self.bar = pipe, callback, shown, bar
-        self.times: list[float] = []
-        self.weights: list[Tensor] = []
-        self.previews: list[tuple[float, Tensor]] = []
-
-    def on_evaluation(self, routed: Routed) -> None:
-        self.times.append(float(routed.t))
-        self.weights.append(routed.weights.float().cpu())
-
-    def on_step(self, step: Step) -> None:
-        if step.number in self.shown:
-            self.previews.append((float(step.t), step.x0.cpu()))
-        if self.callback is not None:
-            answer = self.callback(self.pipe, step.number, step.t, {"latents": step.x, "x0": step.x0})
-            if answer is not None and "latents" in answer:
-                step.x.copy_(answer["latents"])  # the solver goes on from this very tensor
-        self.bar.update()
-        self.latents = step.x
-        if self.pipe._interrupt:  # which one sets, as with diffusers
-            raise _Interrupted
-
-    def traces(self) -> list[ImageTrace]:
-        weights = torch.stack(self.weights, 1)  # [B, evaluations, K]
-        return [
-            ImageTrace(tuple(self.times), own, tuple(Preview(t, x0[i]) for t, x0 in self.previews))
-            for i, own in enumerate(weights)
-        ]
 
 
 class _Interrupted(Exception):
@@ -372,8 +365,7 @@ def _requests(
     seed: int | Sequence[int] | None,
     generator: torch.Generator | Sequence[torch.Generator] | None,
     num_each: int,
-) -> list[tuple[str, str, int]]:
-    """Returns the prompt, the negative prompt and the seed of each image."""
+) -> list[_Request]:
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     negatives = [negative or ""] * len(prompts) if isinstance(negative, str | None) else list(negative)
     num = len(prompts) * num_each
