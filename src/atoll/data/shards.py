@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int6
 
 
 class Shard:
-    """One file of rows. It is opened when some are asked for, and a few hundred files stay open."""
+    """One file of rows. It is open only while some are read: 11 million images are 20,000 files."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path, self._root = path, root
@@ -74,11 +74,10 @@ class Shard:
         """Returns some rows of a column; many are picked from the whole of it."""
         if 2 * len(rows) >= self.num_rows:
             return self[name][rows]
-        dtype, shape = self.kind(name)
         entry = self._entry(name)
         size = (entry.end - entry.start) // self.num_rows
-        content = b"".join(self._read([(entry.start + row * size, size) for row in rows.tolist()]))
-        return np.frombuffer(content, dtype).reshape(len(rows), *shape)
+        content = b"".join(self._read((entry.start + row * size, size) for row in rows.tolist()))
+        return np.frombuffer(content, _DTYPES[entry.dtype]).reshape(len(rows), *entry.shape[1:])
 
     def strings(self, column: str, rows: Iterable[int] | None = None) -> list[str]:
         """Returns strings of a column, all of them or some."""
@@ -94,18 +93,19 @@ class Shard:
             raise InputError(f"{self.path} has no column {name!r}: {AGAIN}")
         return self._entries[name]
 
-    def _read(self, spans: Iterable[tuple[int, int]]) -> list[bytes]:
-        """Returns the bytes of some spans of the file, each (start, size)."""
-        file = _opened(self.path, self._root, self._version)
-        return [self._read_span(file.fileno(), start, size) for start, size in spans]
-
-    def _read_span(self, number: int, start: int, size: int) -> bytes:
-        part = os.pread(number, size, start)
-        if len(part) == size:
-            return part
-        if not part:
-            raise InputError(f"{self.path} was cut short while it was read: {AGAIN}")
-        return part + self._read_span(number, start + len(part), size - len(part))  # the system gives 2 GB at once
+    def _read(self, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Yields the bytes of some spans of the file, each (start, size)."""
+        try:
+            with open_regular(self.path, self._root) as file:
+                if _version(file) != self._version:
+                    raise InputError(f"{self.path} has changed since it was opened: start again")
+                for start, size in spans:
+                    file.seek(start)
+                    if len(content := file.read(size)) < size:
+                        raise OSError("it was cut short")
+                    yield content
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read any more ({reason_of(error)}): {AGAIN}") from error
 
 
 def _num_rows(entries: Mapping[str, Entry]) -> int:
@@ -127,18 +127,6 @@ def _num_rows(entries: Mapping[str, Entry]) -> int:
 def _version(file: BufferedReader) -> tuple[int, int, int]:
     about = os.fstat(file.fileno())
     return about.st_size, about.st_mtime_ns, about.st_ino
-
-
-@lru_cache(maxsize=256)
-def _opened(path: Path, root: Path | None, version: tuple[int, int, int]) -> BufferedReader:
-    """11 million images are 20,000 files: not all can be open. One is closed when nobody has it any more."""
-    try:
-        file = open_regular(path, root)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read any more ({reason_of(error)}): {AGAIN}") from error
-    if _version(file) != version:
-        raise InputError(f"{path} has changed since it was opened: start again")
-    return file
 
 
 @dataclass(frozen=True)

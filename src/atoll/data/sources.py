@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
@@ -72,20 +72,23 @@ class Source:
     """A place with images. `template` makes captions of folder names: "a photo of a {label}"."""
 
     place: str
-    kind: str = field(init=False)
     template: str | None = None
     num: int | None = None  # how many: the first of a built-in one, a random choice of any other
     size: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", _kind_of(self.place))
         if self.num is not None and self.num < 1:
             raise InputError(f"--num must be at least 1, but is {self.num}")
-        if self.template is not None and self.kind == "built-in":
+        if self.kind == "built-in" and self.template is not None:
             raise InputError(f"{self.place} has captions of its own: leave --template out")
         if self.template is not None and "{label}" not in self.template:
             raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
+
+    @cached_property
+    def kind(self) -> str:
+        """Returns built-in, folder, tar or table."""
+        return _kind_of(self.place)
 
     def items(self) -> Iterator[Item]:
         """Yields all items, in their order; with `num`, so many of them, and all that have a fault."""
@@ -136,11 +139,10 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Returns what dataset.json says; a path is named by its last part, since the rest belongs to one machine."""
-        name = self.place if self.kind == "built-in" else resolved(self.place).name
-        choices: dict[str, Any] = {} if self.kind == "built-in" else {"template": self.template}
-        if self.kind == "built-in" or self.num is not None:
-            choices |= {"num": self.num, "seed": self.seed}
-        return {"name": name, "kind": self.kind, **choices}
+        built_in = self.kind == "built-in"
+        name = {"name": self.place if built_in else resolved(self.place).name, "kind": self.kind}
+        template = {} if built_in else {"template": self.template}
+        return name | template | ({"num": self.num, "seed": self.seed} if built_in or self.num is not None else {})
 
 
 def _kind_of(place: str) -> str:
@@ -187,16 +189,13 @@ def _read_item(item: Item, transform: Transform) -> Sample:
                     content = _span(file, start, length, MAX_IMAGE)
             case ("row", path, group, number, row, column):
                 content = _table_image(path, group, number, row, column)
-            case ("built-in", name, num, size, seed, i):
+            case (_, name, num, size, seed, i):
                 content, caption, attributes = make(name, num, size, seed)[i]
                 item = item._replace(caption=caption, label=", ".join(attributes.values()))
-            case _:
-                raise AssertionError(item.where)
         return item, read_image(content, transform)
-    except Rejected as error:
-        return item._replace(fault=str(error)), None
-    except OSError as error:
-        return item._replace(fault=f"cannot be read ({reason_of(error)})"), None
+    except (Rejected, OSError) as error:
+        fault = str(error) if isinstance(error, Rejected) else f"cannot be read ({reason_of(error)})"
+        return item._replace(fault=fault), None
 
 
 def batched(values: Iterable[T], num: int) -> Iterator[list[T]]:
