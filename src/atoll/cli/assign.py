@@ -18,5 +18,4 @@ def assign(data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DA
     """
     from atoll.partition.partition import assign_to
 
-    for line in assign_to(data, to):
-        print(line)
+    print(*assign_to(data, to), sep="\n")

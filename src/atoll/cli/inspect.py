@@ -26,8 +26,7 @@ def inspect(
     from atoll.plots.canvas import save_image
 
     dataset = Dataset.open(data, partial=True)
-    for line in describe(dataset):
-        print(printable(line))
+    print(*map(printable, describe(dataset)), sep="\n")
     path = sheet or data / "sheet.png"
     save_image(draw_sheet(dataset, seed), path)
     print(f"contact sheet: {path}")

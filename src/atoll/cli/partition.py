@@ -33,6 +33,4 @@ def partition(
     """
     from atoll.partition.partition import partition as cut
 
-    summary = cut(data, experts, method=method, fine=fine, metric=metric, cap=balance, seed=seed)
-    for line in summary:
-        print(line)
+    print(*cut(data, experts, method=method, fine=fine, metric=metric, cap=balance, seed=seed), sep="\n")

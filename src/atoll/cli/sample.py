@@ -59,5 +59,4 @@ def sample(
         route_every=route_every, confident=confident, max_resident=max_resident, device=device, dtype=dtype,
         verify=verify,
     )  # fmt: skip
-    for line in lines:
-        print(line)
+    print(*lines, sep="\n")
