@@ -8,6 +8,7 @@ weights that were never on disk; and a file that is cut short while it is mapped
 import math
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -133,27 +134,18 @@ def _entry(name: str, about: Any, start: int, size: int) -> Entry:
 
 def check_memory(num_bytes: int, what: str) -> None:
     """Refuses what cannot fit into the memory of this machine, before it is tried."""
-    try:
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return
-    if num_bytes > here:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory:
         raise InputError(
-            f"{what} needs {num_bytes / 1e9:,.0f} GB of memory, and this machine has {here / 1e9:,.0f}: "
+            f"{what} needs {num_bytes / 1e9:,.0f} GB of memory, and this machine has {memory / 1e9:,.0f}: "
             "use a larger machine, or check where it comes from"
         )
 
 
 def get_device(name: torch.device | str) -> torch.device:
     """Returns the device of the name auto, cpu, cuda or cuda:N, if it is here."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {str(name)!r}: give auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {str(name)!r} is not supported: give auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"there is no {name} here: use cpu, or auto")
-    return device
+    with suppress(RuntimeError):  # torch knows no such name
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        if (device.index or 0) < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0):
+            return device
+    raise InputError(f"there is no device {str(name)!r} here: give auto, cpu, cuda or cuda:N")

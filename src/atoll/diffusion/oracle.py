@@ -81,12 +81,12 @@ class ClusteredGaussians:
         return eps - x0
 
     def ensemble_velocity(self, transfers: Sequence[Transfer], x: Tensor, t: Tensor) -> Tensor:
-        """The same by Eq. 1: an expert a cluster, each of its own kind, weighted by the perfect router."""
+        """The same by Eq. 1: the sum over clusters of p(k | x) times the velocity of expert k, each of its kind."""
         velocities = [
             transfer.velocity(self.expert(k, transfer.prediction, transfer.schedule), x, t)
             for k, transfer in enumerate(transfers)
         ]
-        return mixed_velocity(self.posterior(x, LINEAR(t)), torch.stack(velocities))
+        return torch.einsum("bk,kbd->bd", self.posterior(x, LINEAR(t)), torch.stack(velocities))
 
     def _components(self, x: Tensor, at: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
         """log p(component, x) up to a constant [B, K, M], and E[x0], E[eps] given it [B, K, M, D]."""
@@ -96,8 +96,3 @@ class ClusteredGaussians:
         log_density = -0.5 * (off**2 / variance + torch.log(variance)).sum(-1)
         x0 = self.means + alpha * self.variances / variance * off
         return torch.log(self.weights) + log_density, x0, sigma / variance * off
-
-
-def mixed_velocity(posterior: Tensor, velocities: Tensor) -> Tensor:
-    """Eq. 1: the sum over k of p(k | x)[B, K] times the velocity of expert k, velocities[K, B, D]."""
-    return torch.einsum("bk,kbd->bd", posterior, velocities)

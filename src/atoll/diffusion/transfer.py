@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.diffusion.prediction import Estimate, Prediction, estimate
-from atoll.diffusion.schedules import LINEAR, Coefficients, Schedule, broadcast, check_times, interior
+from atoll.diffusion.schedules import LINEAR, Schedule, broadcast, check_times, interior
 from atoll.errors import InputError, unknown
 
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -143,8 +143,12 @@ class Transfer:
         t = _time_for(x, t)
         assert self.log_snr_range is not None
         noisiest, cleanest = self.log_snr_range
-        log_snr = LINEAR.log_snr(interior(t))
-        here, at, native_x, native_t = matched(self.schedule, x, interior(t), log_snr.clamp(noisiest, cleanest))
+        here, log_snr = LINEAR(interior(t)), LINEAR.log_snr(interior(t))
+        native_t = self.schedule.time_of(log_snr.clamp(noisiest, cleanest))
+        at = self.schedule.coefficients(native_t)
+        # At equal SNR this is sigma_S / sigma and alpha_S / alpha alike, and unlike those never divides by zero.
+        scale = torch.hypot(at.alpha, at.sigma) / torch.hypot(here.alpha, here.sigma)
+        native_x = broadcast(scale, x) * x
         x0, eps = estimate(self.prediction, predict(native_x, native_t), native_x, at)
 
         alpha, sigma, _, _ = here.broadcast(x)
@@ -191,18 +195,3 @@ def _time_for(x: Tensor, t: Tensor) -> Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         raise InputError(f"x has dtype {x.dtype}: keep latents in float32, and let the network alone run in less")
     return t.to(x.dtype)
-
-
-def matched(
-    schedule: Schedule, x: Tensor, t: Tensor, log_snr: Tensor
-) -> tuple[Coefficients, Coefficients, Tensor, Tensor]:
-    """Canonical (x, t) as a schedule sees it: both coefficients, native x and native time.
-
-    The scale is sqrt((alpha_S^2 + sigma_S^2) / (alpha^2 + sigma^2)); at equal SNR it is sigma_S / sigma and
-    alpha_S / alpha alike, and unlike those it never divides by zero.
-    """
-    here = LINEAR(t)
-    native_t = schedule.time_of(log_snr)
-    at = schedule.coefficients(native_t)
-    scale = torch.hypot(at.alpha, at.sigma) / torch.hypot(here.alpha, here.sigma)
-    return here, at, broadcast(scale, x) * x, native_t
