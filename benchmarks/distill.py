@@ -32,8 +32,9 @@ import torch
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
+from atoll.engines.train_all import Part
 from atoll.experiments.evaluate import Contender, Evaluation
-from atoll.experiments.graph import ModelNode, PartNode, assemble_all, train
+from atoll.experiments.graph import ModelNode, assemble_all, train
 from atoll.experiments.settings import MetricSettings
 from atoll.experiments.tables import name_of, over_seeds, with_error
 from atoll.sampling.pipeline import AtollPipeline
@@ -94,11 +95,11 @@ class Comparison:
         train(models, self.args.device)
         assemble_all(models)
 
-    def _part(self, entry: Entry, seed: int) -> PartNode:
+    def _part(self, entry: Entry, seed: int) -> Part:
         assert entry.training is not None
         settings, folder = replace(entry.training, seed=seed), self.folder_of(entry, seed, "parts")
         teacher = self.args.model if isinstance(settings, DistillSettings) else None
-        return PartNode(f"seed {seed} {entry.name}", folder, settings, self.args.data, teacher=teacher)
+        return Part(f"seed {seed} {entry.name}", folder, settings, self.args.data, teacher=teacher)
 
     def judge(self) -> dict[str, list[dict[str, Any]]]:
         """The figures of each entry, a seed each."""

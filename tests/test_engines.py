@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -283,11 +282,6 @@ class TestRuns:
     def test_one_that_was_stopped(self, job):
         results = run_jobs([job(0, "tell(40)")], [{}], progress=False)
         assert outcomes(results) == [("expert 0", "stopped", 40, 0)]
-
-    def test_one_that_does_not_train_is_done_when_it_ends_well(self, job):
-        jobs = [replace(job(0, "pass"), steps=None), replace(job(1, "sys.exit(num_starts == 1)"), steps=None)]
-        results = run_jobs(jobs, [{}], progress=False)
-        assert outcomes(results) == [("expert 0", "done", 1, 0), ("expert 1", "done", 1, 1)]
 
 
 class TestStopping:

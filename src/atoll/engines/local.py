@@ -40,15 +40,12 @@ Slot = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Job:
-    """A command to see through. To resume is to run it again.
-
-    With `steps` it trains, and is done when FOLDER/run.json says so; without, when it has ended with exit code 0.
-    """
+    """A command that trains, done when FOLDER/run.json says so. To resume is to run it again."""
 
     name: str
     command: list[str]
     folder: Path
-    steps: int | None = None
+    steps: int
 
 
 def find_slots(device: str = "auto") -> list[Slot]:
@@ -128,8 +125,6 @@ class Run:
 
     def is_complete(self) -> bool:
         """Returns whether run.json says so, and for as many steps as are wanted now."""
-        if self.job.steps is None:
-            return False
         try:
             about = read_json(self.job.folder / "run.json", "")
         except InputError:
@@ -138,12 +133,8 @@ class Run:
         return about.get("complete") is True and isinstance(steps, int) and steps >= self.job.steps
 
     @property
-    def total(self) -> int:
-        return self.job.steps or 1
-
-    @property
     def step(self) -> int:
-        return self.total if self.status == "done" else int(self.metrics.get("step", 0))
+        return self.job.steps if self.status == "done" else int(self.metrics.get("step", 0))
 
     def start(self, slot: Slot, note: str = "") -> None:
         self.slot, self.status = slot, "running"
@@ -179,7 +170,7 @@ class Run:
         cause = f"exit code {code}"
         if code < 0:
             cause = f"{signal.strsignal(-code)} (signal {-code}{', most likely for lack of memory' * (code == -9)})"
-        if code == 0 and (self.job.steps is None or self.is_complete()):
+        if code == 0 and self.is_complete():
             self.status = "done"
         elif code == 2:
             self.status, self.reason = "failed", self._last_words() or cause
@@ -199,8 +190,7 @@ class Run:
             text = read_tail(self.log, TAIL, self._log_start).decode("utf-8", "replace")
         except OSError:
             return ""
-        lines = [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()]
-        return lines[-1].removeprefix("atoll: ")[:500] if lines else ""
+        return re.split(r"[\r\n]", text.strip())[-1].strip().removeprefix("atoll: ")[:500]
 
     def send(self, number: int) -> None:
         """Has the process save a checkpoint and end (SIGTERM), or ends it with all that it has started (SIGKILL)."""
@@ -208,10 +198,6 @@ class Run:
             self.status = "stopping"
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
-
-    @property
-    def shown_status(self) -> str:
-        return f"restarted {self.restarts}x" if self.status == "running" and self.restarts else self.status
 
     @property
     def figures(self) -> str:
@@ -222,8 +208,8 @@ class Run:
         figures = [] if loss is None else [f"loss {loss:.4f}"]
         if self.process is not None and speed is not None:
             figures.append(f"{speed:.0f} samples/s")
-        if self.process is not None and seconds is not None and 0 < self.step <= self.total:
-            figures.append(f"{tqdm.format_interval((self.total - self.step) * seconds / self.step)} left")
+        if self.process is not None and seconds is not None and 0 < self.step <= self.job.steps:
+            figures.append(f"{tqdm.format_interval((self.job.steps - self.step) * seconds / self.step)} left")
         return "  ".join(figures)
 
 
@@ -232,13 +218,14 @@ class _Table:
 
     def __init__(self, runs: list[Run], progress: bool) -> None:
         self.runs, self._lines = runs, progress and not sys.stderr.isatty()
-        self._width = max((len(run.job.name) for run in runs), default=0)
+        width = max((len(run.job.name) for run in runs), default=0)
+        self._names = [run.job.name.ljust(width) for run in runs]
         self._statuses = ["waiting"] * len(runs)
         self._last = time.monotonic()
         self._bars = [
             tqdm(
-                total=run.total,
-                desc=run.job.name.ljust(self._width),
+                total=run.job.steps,
+                desc=self._names[i],
                 position=i,
                 dynamic_ncols=True,
                 file=sys.stderr,
@@ -253,12 +240,13 @@ class _Table:
         self._last = time.monotonic() if is_time else self._last
         with suppress(OSError):  # a terminal or pipe that is gone must not end a training
             for i, (run, bar) in enumerate(zip(self.runs, self._bars, strict=True)):
-                bar.n = min(run.step, run.total)
-                bar.set_postfix_str(f"{run.shown_status:<14}{run.figures}")
-                if self._lines and (run.shown_status != self._statuses[i] or (is_time and run.process is not None)):
-                    self._statuses[i] = run.shown_status
-                    line = f"{run.job.name:<{self._width}}  {run.shown_status:<14}{run.step}/{run.total}"
-                    print(f"{line}  {run.figures}".rstrip(), file=sys.stderr, flush=True)
+                status = f"restarted {run.restarts}x" if run.status == "running" and run.restarts else run.status
+                bar.n = min(run.step, run.job.steps)
+                bar.set_postfix_str(f"{status:<14}{run.figures}")
+                if self._lines and (status != self._statuses[i] or (is_time and run.process is not None)):
+                    self._statuses[i] = status
+                    line = f"{self._names[i]}  {status:<14}{run.step}/{run.job.steps}  {run.figures}"
+                    print(line.rstrip(), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self.show()

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,24 +17,53 @@ from atoll.engines.local import Job, Slot, find_slots, run_jobs
 from atoll.errors import InputError
 from atoll.storage import read_json, work_folder
 from atoll.training.distributed import Distributed
-from atoll.training.dry_run import Forecast, forecast_of
+from atoll.training.dry_run import forecast
 from atoll.training.expert import ExpertTask
 from atoll.training.loop import build_task
 from atoll.training.memory import available, in_words
 from atoll.training.router import RouterTask
-from atoll.training.settings import ExpertSettings, RouterSettings, Settings, as_flags, refuse_another
+from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, as_flags, refuse_another
 from atoll.training.task import CaptionedTask
 
 
 class Part(NamedTuple):
-    """One process to be: the expert of a cluster, or the router."""
+    """An expert, a monolith, a student or a router, trained by a process of its own."""
 
     name: str
-    verb: list[str]  # of the command that would train it alone, with its arguments
     folder: Path
-    settings: ExpertSettings | RouterSettings
-    make_task: Callable[[torch.device], CaptionedTask]
-    init: Path | None = None
+    settings: ExpertSettings | RouterSettings | DistillSettings
+    data: Path
+    cluster: int | None = None  # of an expert; None: all of the data
+    init: "Part | Path | None" = None  # whose weights it starts from
+    teacher: Path | None = None  # of a student
+
+    @property
+    def init_folder(self) -> Path | None:
+        return self.init.folder if isinstance(self.init, Part) else self.init
+
+    @property
+    def verb(self) -> list[str]:
+        """Returns the verb of the command line, with its arguments."""
+        if isinstance(self.settings, RouterSettings):
+            return ["train-router", str(self.data)]
+        if self.teacher is not None:
+            return ["distill", str(self.teacher), str(self.data)]
+        init = [] if self.init is None else ["--init", str(self.init_folder)]
+        return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
+
+    def make_task(self, device: torch.device) -> CaptionedTask:
+        dataset = Dataset.open(self.data, self.cluster)
+        if isinstance(self.settings, RouterSettings):
+            return RouterTask(dataset, self.settings, device)
+        return ExpertTask(dataset, self.settings, device, self.init_folder)
+
+    def job(self) -> Job:
+        """Returns the command that trains it; a folder that holds another run is refused before any starts."""
+        if (self.folder / "run.json").exists():
+            before = read_json(self.folder / "run.json", "remove the folder, or choose another --out")
+            refuse_another(self.folder, before.get("settings", {}), self.settings)
+        command = [sys.executable, "-m", "atoll.cli.main", *self.verb, "--out", str(self.folder)]
+        return Job(self.name, [*command, *as_flags(self.settings)], self.folder, self.settings.steps)
 
 
 def train_all(
@@ -61,18 +90,13 @@ def train_all(
     for folder in inits:
         if folder is not None and not folder.is_dir():
             raise InputError(f"--init {folder} is not a folder: give an expert, or what `atoll convert` has made")
-
-    def expert(k: int) -> Part:
-        own, first = replace(settings, objective=names[k]), inits[k]
-        verb = ["train", str(data), "--cluster", str(k), *([] if first is None else ["--init", str(first)])]
-        make = lambda device: ExpertTask(Dataset.open(data, k), own, device, first)  # noqa: E731
-        return Part(f"expert {k} {names[k]}", verb, out / f"expert_{k}", own, make, first)
-
-    parts = [expert(k) for k in _parse_numbers(experts, num)]
+    parts = [
+        Part(f"expert {k} {names[k]}", out / f"expert_{k}", replace(settings, objective=names[k]), data, k, inits[k])
+        for k in _parse_numbers(experts, num)
+    ]
     if router is not None:
-        make = lambda device: RouterTask(Dataset.open(data), router, device)  # noqa: E731
-        parts.append(Part("router", ["train-router", str(data)], out / "router", router, make))
-    jobs = [job_of(part.name, part.verb, part.folder, part.settings) for part in parts]
+        parts.append(Part("router", out / "router", router, data))
+    jobs = [part.job() for part in parts]
     refuse_inside(out, data)
     if dry_run:
         return _preview(parts, slots, settings.torch_device)
@@ -90,16 +114,15 @@ def train_all(
 
 def _preview(parts: Sequence[Part], slots: Sequence[Slot], device: torch.device) -> list[str]:
     """Returns what would be trained, and the memory it would take."""
-    sizes = []
-    forecasts: dict[Any, Forecast] = {}  # networks of the same size take the same
+    sizes, by_config = [], dict[Any, int]()  # networks of the same size take the same
     lines = [f"{'':10}{'objective':16} {'steps':>8} {'batch':>6} {'parameters':>11} {'memory':>9}  first weights"]
     for part in parts:
         distributed, settings = Distributed(part.settings), part.settings
         task = build_task(part.make_task, distributed.device)
         config, num_parameters = task.network.config, sum(p.numel() for p in task.network.parameters())
-        if config not in forecasts:
-            forecasts[config] = forecast_of(task, settings, distributed)
-        sizes.append(forecasts[config].memory.total)
+        if config not in by_config:
+            by_config[config] = forecast(task, settings, distributed)[0](settings).total
+        sizes.append(by_config[config])
         lines.append(
             f"{part.name:26} {settings.steps:>8} {settings.batch:>6} "
             f"{num_parameters / 1e6:>10.2f}M {in_words(sizes[-1]):>9}  {part.init or 'random'}"
@@ -114,22 +137,12 @@ def _preview(parts: Sequence[Part], slots: Sequence[Slot], device: torch.device)
     return lines
 
 
-def job_of(name: str, verb: list[str], folder: Path, settings: Settings) -> Job:
-    """Returns the command of one process; a folder that holds another run is refused before any starts."""
-    if (folder / "run.json").exists():
-        before = read_json(folder / "run.json", "remove the folder, or choose another --out")
-        refuse_another(folder, before.get("settings", {}), settings)
-    command = [sys.executable, "-m", "atoll.cli.main", *verb, "--out", str(folder), *as_flags(settings)]
-    return Job(name, command, folder, settings.steps)
-
-
 def _parse_numbers(text: str, num: int) -> list[int]:
-    if text == "all":
-        return list(range(num))
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) < num for part in parts):
+    chosen = {str(k) for k in range(num)} if text == "all" else {part.strip() for part in text.split(",")}
+    numbers = [k for k in range(num) if str(k) in chosen]
+    if len(numbers) < len(chosen):
         raise InputError(f"--experts must be all, or numbers from 0 to {num - 1} such as 0,2, but is {text!r}")
-    return sorted({int(part) for part in parts})
+    return numbers
 
 
 def parse_objectives(text: str, num_experts: int) -> list[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from atoll.engines.train_all import Part
 from atoll.experiments.flops import counting
-from atoll.experiments.graph import PartNode, parts_of
+from atoll.experiments.graph import parts_of
 from atoll.experiments.studies import Lab, Recipe, get_studies
 from atoll.networks.dit import DiTConfig
 from atoll.networks.presets import preset
@@ -53,7 +54,7 @@ def describe_plan(names: Sequence[str], recipe: Recipe) -> list[str]:
     return lines
 
 
-def _network_of(part: PartNode, recipe: Recipe) -> tuple[DiTConfig | RouterConfig, int]:
+def _network_of(part: Part, recipe: Recipe) -> tuple[DiTConfig | RouterConfig, int]:
     """Returns the network of a part, and how long its texts are."""
     channels, factor = LATENTS.get(recipe.data.codec.partition(":")[0], LATENTS["vae"])
     text_dim, text_length = TEXTS.get(recipe.data.text.partition(":")[0], TEXTS["clip"])

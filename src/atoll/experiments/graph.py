@@ -11,35 +11,11 @@ from typing import Any, NamedTuple
 
 from atoll.cards import INDEX
 from atoll.engines.local import find_slots, run_jobs
-from atoll.engines.train_all import job_of
+from atoll.engines.train_all import Part
 from atoll.errors import InputError
 from atoll.sampling.assemble import assemble
 from atoll.storage import read_json, work_folder, write_json
-from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings
-
-AnySettings = ExpertSettings | RouterSettings | DistillSettings
-
-
-class PartNode(NamedTuple):
-    """An expert, a monolith, a student or a router, trained by a process of its own."""
-
-    name: str
-    folder: Path
-    settings: AnySettings
-    data: Path
-    cluster: int | None = None  # of an expert; None: all of the data
-    init: "PartNode | None" = None  # whose weights it starts from
-    teacher: Path | None = None  # of a student
-
-    @property
-    def verb(self) -> list[str]:
-        """Returns the verb of the command line, with its arguments."""
-        if isinstance(self.settings, RouterSettings):
-            return ["train-router", str(self.data)]
-        if self.teacher is not None:
-            return ["distill", str(self.teacher), str(self.data)]
-        init = [] if self.init is None else ["--init", str(self.init.folder)]
-        return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
+from atoll.training.settings import RouterSettings
 
 
 class ModelNode(NamedTuple):
@@ -47,7 +23,7 @@ class ModelNode(NamedTuple):
 
     folder: Path
     data: Path
-    parts: tuple[PartNode, ...]  # the router is among them, or the model has none
+    parts: tuple[Part, ...]  # the router is among them, or the model has none
 
     @property
     def is_complete(self) -> bool:
@@ -68,10 +44,10 @@ def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def parts_of(models: Iterable[ModelNode]) -> list[PartNode]:
+def parts_of(models: Iterable[ModelNode]) -> list[Part]:
     """Returns all parts, each once, also those whose weights others start from."""
     parts = [part for model in models for part in model.parts]
-    return list(dict.fromkeys([*(part.init for part in parts if part.init), *parts]))
+    return list(dict.fromkeys([*(part.init for part in parts if isinstance(part.init, Part)), *parts]))
 
 
 def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> None:
@@ -81,7 +57,7 @@ def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> No
         parts_of(models), key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch)
     )
     for later in (False, True):
-        jobs = [job_of(p.name, p.verb, p.folder, p.settings) for p in ordered if (p.init is not None) == later]
+        jobs = [part.job() for part in ordered if (part.init is not None) == later]
         run_jobs(jobs, find_slots(device), progress=progress)
 
 

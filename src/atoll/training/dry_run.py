@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -13,15 +12,9 @@ from atoll.training.distributed import Distributed
 from atoll.training.loop import Learner, build_task
 from atoll.training.memory import Memory, Storages, available, in_words, largest_micro_batch, measure_base, predict
 from atoll.training.settings import Settings
-from atoll.training.task import Batches, CaptionedTask
+from atoll.training.task import Batches, CaptionedTask, bytes_of
 
 PROBED = 4  # steps; the first is left out, for it is slower
-
-
-class Forecast(NamedTuple):
-    memory: Memory
-    predicted: Callable[[Settings], Memory]  # with other settings, such as smaller micro-batches
-    grid_seconds: float  # of a grid of samples; 0 if there is none
 
 
 def preview(make_task: Callable[[torch.device], CaptionedTask], settings: Settings) -> Sequence[str]:
@@ -29,7 +22,8 @@ def preview(make_task: Callable[[torch.device], CaptionedTask], settings: Settin
     distributed = Distributed(settings)
     device, processes = distributed.device, distributed.size
     task = build_task(make_task, device)
-    forecast = forecast_of(task, settings, distributed)
+    predicted, grid_seconds = forecast(task, settings, distributed)
+    memory = predicted(settings)
     named = {name: value for name, value in asdict(settings).items() if value is not None} | {
         "lr": f"{settings.lr_at(settings.steps // 2, task.network.config.hidden_size):.3g} half-way",
         "precision": "bf16" if settings.uses_bf16 else "fp32",
@@ -40,24 +34,26 @@ def preview(make_task: Callable[[torch.device], CaptionedTask], settings: Settin
         "parameters": f"{sum(p.numel() for p in task.network.parameters()) / 1e6:.2f}M",
     }
     lines = ["settings", *(f"  {name:14} {value}" for name, value in named.items())]
-    lines += [f"memory on the {'GPU' if device.type == 'cuda' else 'CPU'}, predicted"]
-    lines += [f"  {line}" for line in forecast.memory.lines()]
+    lines += [f"memory on the {'GPU' if device.type == 'cuda' else 'CPU'}, predicted", *memory.lines()]
     free = available(device)
-    if forecast.memory.total <= free:
-        return [*lines, *_probe(task, settings, distributed, forecast.grid_seconds)]
-    most = largest_micro_batch(forecast.predicted, settings, free, processes)
+    if memory.total <= free:
+        return [*lines, *_probe(task, settings, distributed, grid_seconds)]
+    most = largest_micro_batch(predicted, settings, free, processes)
     advice = f"use --micro-batch {most}" if most else "use --checkpointing, or a smaller --model"
     return [*lines, f"this is more than the {in_words(free)} there are: {advice}"]
 
 
-def forecast_of(task: CaptionedTask, settings: Settings, distributed: Distributed) -> Forecast:
-    """Predicts the memory of a task; a grid of samples is drawn as the run does, followed tensor by tensor."""
-    network, device = task.network, distributed.device
-    base = None
+def forecast(
+    task: CaptionedTask, settings: Settings, distributed: Distributed
+) -> tuple[Callable[[Settings], Memory], float]:
+    """Returns what predicts the memory of a task by its settings, and the seconds of a grid of samples, 0 if none.
+
+    A grid is drawn as the run does, followed tensor by tensor.
+    """
+    network, device, base = task.network, distributed.device, None
     if device.type == "cpu":
         # Measured now, for libraries that only some tasks need are loaded: diffusers alone has 200 MB.
-        weights = sum(p.numel() * p.element_size() for p in network.parameters())
-        base = max(0, measure_base() - weights - task.frozen_bytes)
+        base = max(0, measure_base() - bytes_of(network) - task.frozen_bytes)
     predicted = partial(
         predict,
         network.config,
@@ -68,17 +64,13 @@ def forecast_of(task: CaptionedTask, settings: Settings, distributed: Distribute
         processes=distributed.size,
         frozen=task.frozen_bytes,
     )
-    memory = predicted(settings)
-    if memory.total > available(device):
-        return Forecast(memory, predicted, 0.0)
+    if predicted(settings).total > available(device):
+        return predicted, 0.0
     network.to(device).eval()
     start = time.perf_counter()
     with torch.no_grad(), Storages() as watch:
         grid = task.sample_grid()
-    if grid is None:
-        return Forecast(memory, predicted, 0.0)
-    predicted = partial(predicted, drawing=watch.peak)
-    return Forecast(predicted(settings), predicted, time.perf_counter() - start)
+    return partial(predicted, drawing=watch.peak), 0.0 if grid is None else time.perf_counter() - start
 
 
 def _probe(task: CaptionedTask, settings: Settings, distributed: Distributed, grid_seconds: float) -> Sequence[str]:

@@ -41,15 +41,10 @@ class ExpertTask(CaptionedTask):
     guidance = 2.0  # of the images that a run shows
 
     def __init__(
-        self,
-        data: Dataset,
-        settings: ExpertSettings | DistillSettings,
-        device: torch.device,
-        init: Path | None = None,
+        self, data: Dataset, settings: ExpertSettings | DistillSettings, device: torch.device, init: Path | None = None
     ) -> None:
         super().__init__(data, settings, device)
         self.settings = settings
-        self.objective = settings.resolved_objective
         self.init: Mapping[str, Any] | None = None
         self.license = data.card.license
         self.network = self._make_network(init)
@@ -79,12 +74,13 @@ class ExpertTask(CaptionedTask):
                 f"{config.text_dim} wide, but {self.view.name} has {list(self.view.shape)} and {self.text.dim}: "
                 f"prepare the data with the codec, size and text encoder of {init}"
             )
+        data = self.view.data
         if "latent_space" in card:
-            space = LatentSpace.parse(card["latent_space"], str(init))
-            require_same(self.view.data.card.codec, space.codec, "codec", self.view.data.folder, init)
+            codec = LatentSpace.parse(card["latent_space"], str(init)).codec
+            require_same(data.card.codec, codec, "codec", data.folder, init)
         if "text_encoder" in card:
             text = TextEncoderCard.parse(card["text_encoder"], str(init))
-            require_same(self.view.data.card.text, text, "text encoder", self.view.data.folder, init)
+            require_same(data.card.text, text, "text encoder", data.folder, init)
         self.init = {
             "name": resolved(init).name,
             "fingerprint": fingerprint(network.state_dict(), {}),

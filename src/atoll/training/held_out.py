@@ -1,8 +1,7 @@
 """Held-out data at the same noise and times for every run: an expert's loss, and how far its x0 can be trusted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +21,6 @@ NUM_BINS = 24
 MOST_FOR_PRIOR = 20_000  # captions; more say the same
 
 
-class HeldOutBatch(NamedTuple):
-    rows: NDArray[np.int64]
-    x0: Tensor
-    eps: Tensor
-    t: Tensor
-    text: tuple[Tensor, ...]  # tokens and mask, on the device that was asked for; nothing without a text encoder
-
-
 def held_out_batches(
     view: DatasetView,
     text: TextEncoder | None,
@@ -37,8 +28,11 @@ def held_out_batches(
     num: int,
     batch: int,
     sort_by: Tensor | None = None,
-) -> Iterator[HeldOutBatch]:
-    """Yields `num` held-out rows, some of them again if there are fewer, at times spread evenly over [0, 1]."""
+) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Yields `num` held-out rows, some of them again if there are fewer, at times spread evenly over [0, 1].
+
+    A batch is rows, x0, noise and times on the CPU, and on the device the text's tokens and mask, if there is one.
+    """
     rows = np.resize(view.evaluation_rows(num), num)
     if sort_by is not None:
         rows = rows[np.argsort(sort_by[rows].numpy(), kind="stable")]
@@ -48,7 +42,14 @@ def held_out_batches(
         part = slice(first, first + batch)
         x0, ids = view.latents(rows[part]), view.tokens(rows[part]).to(device)
         encoded = () if text is None else view.encode(text, ids, torch.from_numpy(rows[part]))
-        yield HeldOutBatch(rows[part], x0, torch.randn(x0.shape, generator=generator), t[part], encoded)
+        yield rows[part], x0, torch.randn(x0.shape, generator=generator), t[part], encoded
+
+
+def means_by_bin(values: Tensor, keys: Tensor, edges: Sequence[float]) -> list[float | None]:
+    """Returns the mean of the values whose keys lie between each two edges, and beyond both ends; None for none."""
+    places = torch.bucketize(keys.double(), torch.tensor(edges, dtype=torch.float64))
+    parts = [values[places == place] for place in range(len(edges) + 1)]
+    return [float(part.mean()) if len(part) else None for part in parts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +82,7 @@ def evaluate_expert(
     log_snr = objective.path.log_snr(t.double())
     bins = min(NUM_BINS, max(1, num // 8))
     calibration = Calibration.fit(dots, squares, log_snr, view.mean.float(), bins)
-    places = torch.bucketize(log_snr, torch.tensor(EDGES, dtype=torch.float64))
-    by_level = [loss[places == place] for place in range(len(EDGES) + 1)]
-    return Evaluated(float(loss.mean()), [float(part.mean()) if len(part) else None for part in by_level], calibration)
+    return Evaluated(float(loss.mean()), means_by_bin(loss, log_snr, EDGES), calibration)
 
 
 def _denoise(

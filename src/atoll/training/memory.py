@@ -55,7 +55,7 @@ class Memory:
     def lines(self) -> list[str]:
         """Returns a part in each line, and the peak."""
         parts = {**asdict(self), "peak": self.total}
-        return [f"{name:12} {in_words(size):>9}" for name, size in parts.items() if size]
+        return [f"  {name:12} {in_words(size):>9}" for name, size in parts.items() if size]
 
 
 def predict(

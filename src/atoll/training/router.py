@@ -25,7 +25,7 @@ from atoll.storage import read_json
 from atoll.training.checkpoint import check_folder
 from atoll.training.distributed import Distributed
 from atoll.training.dry_run import preview
-from atoll.training.held_out import held_out_batches
+from atoll.training.held_out import held_out_batches, means_by_bin
 from atoll.training.loop import train
 from atoll.training.settings import RouterSettings
 from atoll.training.task import CaptionedTask, Tensors, on_linear_path, seeded
@@ -65,8 +65,7 @@ class RouterTask(CaptionedTask):
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         answers = self.answers(self.network, EVALUATED)
-        loss = float(F.cross_entropy(answers.logits, answers.labels))
-        return {"held_out": loss, "accuracy": accuracy(answers), "accuracy_by_t": accuracy_by_level(answers)}, None
+        return {"held_out": float(F.cross_entropy(answers.logits, answers.labels)), **accuracies(answers)}, None
 
     @torch.no_grad()
     def answers(self, router: nn.Module, num: int) -> "Answers":
@@ -119,16 +118,10 @@ class Answers(NamedTuple):
     row: Tensor
 
 
-def accuracy(answers: Answers) -> float:
-    return float((answers.logits.argmax(1) == answers.labels).double().mean())
-
-
-def accuracy_by_level(answers: Answers) -> list[float | None]:
-    """Returns the share of right answers between each two LEVELS of t."""
+def accuracies(answers: Answers) -> dict[str, Any]:
+    """Returns the share of right answers, and that between each two LEVELS of t."""
     right = (answers.logits.argmax(1) == answers.labels).double()
-    places = torch.bucketize(answers.t.double(), torch.tensor(LEVELS[1:-1], dtype=torch.float64))
-    parts = [right[places == place] for place in range(len(LEVELS) - 1)]
-    return [float(part.mean()) if len(part) else None for part in parts]
+    return {"accuracy": float(right.mean()), "accuracy_by_t": means_by_bin(right, answers.t, LEVELS[1:-1])}
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -154,13 +147,9 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 def calibration_error(logits: Tensor, labels: Tensor) -> float:
     """Returns the expected calibration error: how far confidence and accuracy are apart, over bins of confidence."""
     confidence, answer = torch.softmax(logits, 1).max(1)
-    right = (answer == labels).double()
     places = (confidence * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
-    total = 0.0
-    for place in places.unique():
-        members = places == place
-        total += float(members.sum()) * abs(float(confidence[members].mean()) - float(right[members].mean()))
-    return total / len(labels)
+    gaps = torch.bincount(places, confidence - (answer == labels).double())
+    return float(gaps.abs().sum()) / len(labels)
 
 
 def calibrated(answers: Answers) -> dict[str, Any]:
@@ -173,8 +162,7 @@ def calibrated(answers: Answers) -> dict[str, Any]:
     temperature = fit_temperature(answers.logits[half], answers.labels[half])
     rest, labels = answers.logits[~half], answers.labels[~half]
     return {
-        "accuracy": accuracy(answers),
-        "accuracy_by_t": accuracy_by_level(answers),
+        **accuracies(answers),
         "temperature": temperature,
         "loss": float(F.cross_entropy(rest / temperature, labels)),
         "loss_at_temperature_1": float(F.cross_entropy(rest, labels)),

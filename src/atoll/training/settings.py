@@ -2,14 +2,14 @@
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 
 import tyro
 
-from atoll.config import build
+from atoll.config import build, check_choices
 from atoll.errors import InputError, shown, unknown
 from atoll.storage import read_bytes, reason_of, resolved
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait
 
     from atoll.diffusion.objective import Objective
 
-TEACHERS = ("label", "router", "top1", "top2")
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
 BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("steps", "log_every", "save_every", "eval_every", "keep_last", "keep_every"), (1, 10**9)),
@@ -29,8 +28,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **{"beta2": (0, 0.999999), "weight_decay": (0, 10), "threads": (1, 1024), "seed": (0, 2**63)},
 }
 MAX_RECIPE = 1 << 16  # bytes
-RECIPES = Path(__file__).parents[1] / "recipes"
-"""Where those that come with atoll are."""
+RECIPES = Path(__file__).parents[1] / "recipes"  # those that come with atoll
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Settings:
     keep_every: int | None = None
     """Also keep the checkpoints of steps that this divides."""
 
-    choices: ClassVar[Mapping[str, Sequence[str]]] = {
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "lr_schedule": ("constant", "cosine"),
         "precision": ("auto", "fp32", "bf16"),
     }
@@ -96,9 +94,7 @@ class Settings:
             value = getattr(self, name, None)
             if value is not None and not low <= value <= high:
                 raise InputError(f"{name} must be from {low:g} to {high:g}, but is {shown(value)}")
-        for name, accepted in self.choices.items():
-            if getattr(self, name) not in accepted:
-                raise unknown(name, getattr(self, name), accepted)
+        check_choices(self, **self.choices)
 
     def lr_at(self, step: int, width: int) -> float:
         """Returns the learning rate of the update after `step` of them."""
@@ -117,6 +113,16 @@ class Settings:
     def ema_at(self, step: int) -> float:
         """Returns the decay of the EMA at `step`: about the last tenth of the run, until that is longer than `ema`."""
         return min(self.ema, (1 + step) / (10 + step))
+
+    @property
+    def resolved_objective(self) -> "Objective":
+        """Returns what an expert or a student learns; the router's times are drawn as those of flow matching."""
+        from atoll.diffusion.objective import get_objective
+
+        changes = {
+            name: value for name in ("schedule", "weighting") if (value := getattr(self, name, None)) is not None
+        }
+        return replace(get_objective(getattr(self, "objective", "fm")), **changes)
 
     @property
     def torch_device(self) -> "torch.device":
@@ -144,14 +150,6 @@ class ExpertSettings(Settings):
     weighting: str | None = None
     """Instead of the objective's own: plain or min-snr."""
 
-    @property
-    def resolved_objective(self) -> "Objective":
-        from atoll.diffusion.objective import get_objective
-
-        objective = get_objective(self.objective)
-        changes = {name: value for name in ("schedule", "weighting") if (value := getattr(self, name)) is not None}
-        return replace(objective, **changes)
-
 
 @dataclass(frozen=True)
 class RouterSettings(Settings):
@@ -176,13 +174,11 @@ class DistillSettings(Settings):
     max_resident: int | None = None
     """How many experts of the teacher may be in memory at a time; all by default."""
 
-    choices: ClassVar = {**Settings.choices, "objective": ("fm", "fm-logit-normal"), "teacher": TEACHERS}
-
-    @property
-    def resolved_objective(self) -> "Objective":
-        from atoll.diffusion.objective import get_objective
-
-        return get_objective(self.objective)
+    choices: ClassVar = {
+        **Settings.choices,
+        "objective": ("fm", "fm-logit-normal"),
+        "teacher": ("label", "router", "top1", "top2"),
+    }
 
 
 MAY_CHANGE = (
@@ -192,12 +188,9 @@ MAY_CHANGE = (
 """What may differ when a run is resumed, steps only at a constant rate; all else would make it another run.
 Micro-batches round otherwise, no more."""
 
+# Of a recipe; the others are for `atoll reproduce` alone.
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
-"""Of a recipe."""
-
 OTHER_TABLES = ("study", "data")
-"""Of a recipe too, for `atoll reproduce` alone."""
-
 S = TypeVar("S", bound=Settings)
 
 
@@ -227,26 +220,22 @@ def read_toml(given: str | Path) -> dict[str, Any]:
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     """Returns the settings in what a recipe holds; `where` names it in messages. All its tables are checked."""
     shared = {name: value for name, value in content.items() if name not in (*TABLES, *OTHER_TABLES)}
-    found = {}
-    for name, known in TABLES.items():
+    settings = {}
+    for name, kind in TABLES.items():
         table = content.get(name, {})
         if not isinstance(table, dict):
             raise InputError(f"{name} in {where} must be a table: write [{name}]")
-        found[known] = build(known, {**shared, **table}, f"[{name}] of {where}")
-    return cast(S, found[cls])
+        settings[kind] = build(kind, {**shared, **table}, f"[{name}] of {where}")
+    return cast(S, settings[cls])
 
 
 def as_flags(settings: Settings, usual: Settings | None = None) -> list[str]:
     """Returns the settings as they are written on a command line, without those that are as in `usual`."""
     flags = []
     for name, value in asdict(settings).items():
-        flag = name.replace("_", "-")
-        if value is None or (usual is not None and value == getattr(usual, name)):
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", str(value)]
+        if value is not None and (usual is None or value != getattr(usual, name)):
+            flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
+            flags += [flag] if isinstance(value, bool) else [flag, str(value)]
     return flags
 
 

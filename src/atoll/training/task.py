@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from atoll.cards import DATASET, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
-from atoll.diffusion.objective import get_objective
 from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import load_text_encoder
@@ -58,10 +57,9 @@ class Task(Protocol):
 class CaptionedTask(Task):
     """What all tasks of atoll share: latents with captions, some of which are dropped, and their text encoder."""
 
-    objective = get_objective("fm")  # whose law times are drawn by
-
     def __init__(self, data: Dataset, settings: Settings, device: torch.device) -> None:
         self.text_dropout, self.device = settings.text_dropout, device
+        self.objective = settings.resolved_objective
         self.at_a_time = settings.micro_batch or settings.batch
         self.view = DatasetView(data)
         self.num_rows = len(self.view.train)
