@@ -15,8 +15,9 @@ from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.encoders.features import make_features
+from atoll.engines.train_all import Part
 from atoll.errors import InputError, unknown
-from atoll.experiments.graph import ModelNode, PartNode
+from atoll.experiments.graph import ModelNode
 from atoll.experiments.settings import MetricSettings
 from atoll.sampling.settings import Sampling
 from atoll.training.settings import ExpertSettings, RouterSettings, read_settings, read_toml
@@ -143,8 +144,8 @@ class Lab:
     seed: int = 0
 
     def part(
-        self, kind: str, num: int, cluster: int | None = None, method: str = KMEANS, init: PartNode | None = None
-    ) -> PartNode:
+        self, kind: str, num: int, cluster: int | None = None, method: str = KMEANS, init: Part | None = None
+    ) -> Part:
         """Returns an expert (fm, ddpm, fm-cosine), of all data without a cluster, or a router (router, blind-router).
 
         It shares a budget as the papers do: the same steps for all, and the monolith's batch divided by the experts.
@@ -168,9 +169,9 @@ class Lab:
         if init is not None:
             name += f"_from_{init.folder.name.removeprefix(f'{method}_{num}_')}"
         folder, data = self.out / f"seed_{self.seed}" / "parts" / name, self.out / "data" / f"{method}_{num}"
-        return PartNode(f"seed {self.seed} {name}", folder, settings, data, cluster, init)
+        return Part(f"seed {self.seed} {name}", folder, settings, data, cluster, init)
 
-    def model(self, name: str, *parts: PartNode) -> ModelNode:
+    def model(self, name: str, *parts: Part) -> ModelNode:
         return ModelNode(self.out / f"seed_{self.seed}" / "models" / name, parts[0].data, parts)
 
     def ensemble(self, num: int, num_ddpm: int = 0, method: str = KMEANS, router: str = "router") -> ModelNode:
