@@ -19,6 +19,7 @@ from atoll.encoders.text import (
     CHARACTERS,
     NUM_IDS,
     PADDING,
+    CLIPText,
     load_text_encoder,
     make_text_encoder,
     split_words,
@@ -254,7 +255,7 @@ class TestCLIP:
         assert encoder.tokenize([]).shape == (0, 16)
 
     def test_as_paris_does(self, clip):
-        encoder = make_text_encoder(f"clip:{clip}", hide_padding=False)
+        encoder = CLIPText.open(str(clip), torch.float32, hide_padding=False)
         tokens, mask = encoder.encode(encoder.null_ids())
         assert mask.all()
         hidden = make_text_encoder(f"clip:{clip}")
@@ -290,7 +291,7 @@ class TestCLIP:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("hide_padding", [True, False])
     def test_round_trip(self, clip, dtype, hide_padding, tmp_path):
-        encoder = make_text_encoder(f"clip:{clip}", hide_padding=hide_padding, dtype=dtype)
+        encoder = CLIPText.open(str(clip), dtype, hide_padding)
         encoder.save(tmp_path)
         again = load_text_encoder(tmp_path)
         ids = encoder.tokenize(CAPTIONS)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from atoll.cards import EncoderCard, FeaturesCard
+from atoll.cards import AGAIN, EncoderCard, FeaturesCard
 from atoll.errors import InputError, printable, shown
 from atoll.networks.published import shard_names
 from atoll.networks.stored import Stored, folder_of
@@ -24,7 +24,6 @@ from atoll.storage import make_readable, open_regular, read_json, reason_of, res
 from atoll.tensors import DTYPES, TensorFile, check_memory, read_header
 
 SAVED = "give a folder in which it was saved, or copy it again"
-AGAIN = "copy it again from its source"
 WEIGHTS = ("diffusion_pytorch_model", "model")  # of diffusers and of transformers
 ENDS = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
 MAX_NUMBER = 2**24  # in a config: vocabularies have a quarter of a million words, and nothing is larger

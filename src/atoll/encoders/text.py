@@ -56,16 +56,11 @@ class TextEncoder(Frozen):
         return {"dim": self.dim, "max_length": self.max_length}
 
 
-def make_text_encoder(
-    spec: str, *, hide_padding: bool | None = None, dtype: torch.dtype = torch.float32
-) -> TextEncoder:
-    """Makes `words`, `words:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
-
-    `hide_padding=False` lets experts attend to CLIP's padding, as those of Paris do.
-    """
+def make_text_encoder(spec: str, *, dtype: torch.dtype = torch.float32) -> TextEncoder:
+    """Makes `words`, `words:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`."""
     kind, _, rest = spec.partition(":")
     if kind == "clip" and rest:
-        return CLIPText.open(rest, dtype, hide_padding)
+        return CLIPText.open(rest, dtype)
     if kind == "words":
         numbers = two_numbers(spec, "words:64x32 for 64-wide tokens and texts of up to 32")
         return Words(WordsConfig(*numbers) if numbers else WordsConfig()).eval()
@@ -73,7 +68,10 @@ def make_text_encoder(
 
 
 def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -> TextEncoder:
-    """Returns the text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble."""
+    """Returns the text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble.
+
+    `hide_padding=False` lets experts attend to CLIP's padding, as those of Paris do.
+    """
     encoder: TextEncoder = load_saved(
         Path(folder) / FOLDER, (Words,), lambda dtype: CLIPText.open(str(folder), dtype, hide_padding)
     )

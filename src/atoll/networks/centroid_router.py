@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from atoll.cards import RouterCard
 from atoll.config import check_counts
 from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
@@ -41,7 +42,7 @@ class CentroidRouter(Stored):
 
     config: CentroidRouterConfig
     config_class = CentroidRouterConfig
-    card_keys = frozenset(("temperature", "latent_space", "text_encoder", "data", "training", "license"))
+    card_keys = frozenset(RouterCard.model_fields)
     means: Tensor
     variances: Tensor
     shares: Tensor

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from atoll.cards import ExpertCard
 from atoll.config import check_choices, check_counts
 from atoll.diffusion.schedules import check_times
 from atoll.errors import InputError, shown
@@ -293,9 +294,7 @@ class DiT(Trunk):
 
     config: DiTConfig
     config_class = DiTConfig
-    card_keys = frozenset(
-        ("objective", "latent_space", "text_encoder", "data", "training", "init", "license", "calibration", "guidance")
-    )  # see expert.py
+    card_keys = frozenset(ExpertCard.model_fields)
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)

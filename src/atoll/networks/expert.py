@@ -59,9 +59,8 @@ class Expert:
         """Returns the expert in a folder or of a hub id; every key and value is checked."""
         path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
         network = DiT.from_pretrained(path, dtype=dtype)
-        for key in ("objective", "latent_space", "text_encoder"):
-            if network.card.get(key) is None:
-                raise InputError(f"{path / CONFIG} has no {key!r}: it holds a bare network, not an expert")
+        if "latent_space" not in network.card:
+            raise InputError(f"{path / CONFIG} has no 'latent_space': it holds a bare network, not an expert")
         card = ExpertCard.parse(network.card, str(path / CONFIG))
         objective = build(Objective, card.objective, f"the objective in {path / CONFIG}")
         calibration, prior = (None, None) if card.calibration is None else read_calibration(path / CALIBRATION)

@@ -16,21 +16,21 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes: Any) -> dict[str, Any]:
-    """The arguments of a config by a size's name and a patch: DiTConfig(**preset("b/2", text_dim=512)).
+    """Returns the arguments of a config by a size's name and a patch: DiTConfig(**preset("b/2", text_dim=512)).
 
     "128x6/2" is 128 wide and 6 blocks deep. Without a patch, it is 2, or 1 if input_size is among the changes and at
     most 16.
     """
     size, _, patch = name.lower().partition("/")
     if size in SIZES:
-        found = dict(SIZES[size])
+        config = dict(SIZES[size])
     elif sizes := re.fullmatch(r"(\d{1,5})x(\d{1,4})", size):
         width, depth = map(int, sizes.groups())
         heads = next((n for n in (width // 64, width // 32, 1) if n and width % n == 0), 1)
-        found = {"hidden_size": width, "depth": depth, "num_heads": heads}
+        config = {"hidden_size": width, "depth": depth, "num_heads": heads}
     else:
         raise unknown("model size", name, [*(f"{known}/2" for known in SIZES), "WIDTHxDEPTH/PATCH"])
     if patch and not re.fullmatch(r"[1-9]\d{0,2}", patch):
         raise InputError(f"the patch of model size {name!r} must be a whole number: write it like b/2")
-    found["patch_size"] = int(patch) if patch else (1 if changes.get("input_size", 32) <= 16 else 2)
-    return {**found, **changes}
+    config["patch_size"] = int(patch) if patch else (1 if changes.get("input_size", 32) <= 16 else 2)
+    return {**config, **changes}

@@ -12,7 +12,7 @@ import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,31 +40,27 @@ class Source:
     """A checkpoint as it was found: finite weights, and what the file or folder says of them."""
 
     path: Path  # the file, or the folder of several
-    weights: Mapping[str, Tensor]
+    weights: dict[str, Tensor]
     sha256: str
-    config: Mapping[str, Any] = field(default_factory=dict)  # the folder's config.json
     args: Mapping[str, Any] = field(default_factory=dict)  # what its training command was given, where it says so
     wrapper: str | None = None  # under which key of the file the weights were
-
-    def __post_init__(self) -> None:
-        for name, tensor in self.weights.items():
-            if not tensor.is_floating_point():
-                raise InputError(
-                    f"{printable(name, 100)} in {self.path} holds {tensor.dtype}, not weights: give another checkpoint"
-                )
+    config: Mapping[str, Any] = field(default_factory=dict)  # the folder's config.json
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Returns the finite tensors of a file by name."""
-    return _read_file(path)[0]
+    return _read_file(path).weights
 
 
 def read_source(path: Path) -> Source:
     """Reads a .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
-    if path.is_dir():
-        return _read_folder(path)
-    weights, args, wrapper = _read_file(path)
-    return Source(path, weights, digest_of(path), args=args, wrapper=wrapper)
+    source = _read_folder(path) if path.is_dir() else _read_file(path)
+    for name, tensor in source.weights.items():
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"{printable(name, 100)} in {source.path} holds {tensor.dtype}, not weights: give another checkpoint"
+            )
+    return source
 
 
 def _read_folder(root: Path) -> Source:
@@ -79,11 +75,11 @@ def _read_folder(root: Path) -> Source:
             shards = [folder / shard for shard in shard_names(index, root)]
             weights = {name: tensor for shard in shards for name, tensor in read_tensors(shard, AGAIN, root).items()}
             digests = "".join(digest_of(shard, root) for shard in shards)
-            return Source(folder, _finite(weights, folder), hashlib.sha256(digests.encode()).hexdigest(), config)
+            sha256 = hashlib.sha256(digests.encode()).hexdigest()
+            return Source(folder, _finite(weights, folder), sha256, config=config)
         for file in (folder / f"{name}.safetensors", folder / f"{name}.bin"):
             if file.exists():
-                weights, args, wrapper = _read_file(file, root)
-                return Source(folder, weights, digest_of(file, root), config, args, wrapper)
+                return replace(_read_file(file, root), path=folder, config=config)
     if (folder / "expert_0").is_dir():
         raise InputError(f"{folder} holds several parts: give one of them, such as its expert_0, or --to model")
     raise InputError(f"{folder} holds no weights: it should have {NAMES[0]}.safetensors beside its {CONFIG}")
@@ -99,8 +95,7 @@ def shard_names(index: Path, root: Path | None = None) -> list[str]:
     return sorted(set(names))
 
 
-def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
-    """Returns the weights, the arguments of its training where it has them, and the key that the weights were under."""
+def _read_file(path: Path, root: Path | None = None) -> Source:
     try:
         with open_regular(path, root) as file:
             start, size = file.read(9), os.fstat(file.fileno()).st_size
@@ -108,13 +103,13 @@ def _read_file(path: Path, root: Path | None = None) -> tuple[dict[str, Tensor],
         raise InputError(f"cannot read {path} ({reason_of(error)}): give a checkpoint's file or folder") from error
     # First of all safetensors: the length that they begin with may look like a pickle's first byte.
     if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < size + 2**27:
-        return _finite(read_tensors(path, AGAIN, root), path), {}, None
+        return Source(path, _finite(read_tensors(path, AGAIN, root), path), digest_of(path, root))
     if start[:4] == b"PK\3\4" or start[:1] == b"\x80":
-        content, args, wrapper = _unwrapped(_unpickled(path, root), path)
-        _check_plain(content, path, size)
+        weights, args, wrapper = _unwrapped(_unpickled(path, root), path)
+        _check_plain(weights, path, size)
         # Into memory of their own: a mapped file that is cut short kills the process that reads it.
-        own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
-        return _finite(own, path), args, wrapper
+        own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+        return Source(path, _finite(own, path), digest_of(path, root), args, wrapper)
     what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched", b"": "empty"}
     raise InputError(f"{path} is {what.get(start[:1], 'neither a torch checkpoint nor a safetensors file')}: {AGAIN}")
 
@@ -177,13 +172,12 @@ def _legacy_pickle(file: BufferedReader, path: Path) -> bytes:
 
 def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
     """Finds the weights in what a file held: themselves, or under a key beside an optimiser's state."""
-    args: Any = content.get("args") if isinstance(content, Mapping) else None
+    content = content if isinstance(content, Mapping) else {}
+    args = content.get("args")
     args = vars(args) if isinstance(args, argparse.Namespace) else args
-    wrapper = None
-    if isinstance(content, Mapping):
-        wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
+    wrapper = next((name for name in WRAPPERS if isinstance(content.get(name), Mapping) and content[name]), None)
     weights = content if wrapper is None else content[wrapper]
-    if not isinstance(weights, Mapping) or not weights or not all(isinstance(key, str) for key in weights):
+    if not weights or not all(isinstance(key, str) for key in weights):
         raise InputError(f"{path} holds no tensors by name: give a checkpoint with a state dict in it")
     return dict(weights), args if isinstance(args, Mapping) else {}, wrapper
 

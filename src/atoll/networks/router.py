@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from atoll.cards import RouterCard
 from atoll.config import check_choices, check_counts
 from atoll.networks.dit import TextContext, Trunk, TrunkConfig, plain_norm
 
@@ -27,7 +28,7 @@ class Router(Trunk):
 
     config: RouterConfig
     config_class = RouterConfig
-    card_keys = frozenset(("temperature", "latent_space", "text_encoder", "data", "training", "license"))
+    card_keys = frozenset(RouterCard.model_fields)
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
