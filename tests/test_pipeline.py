@@ -702,20 +702,21 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
     def test_prompts_that_are_no_file(self, model, tmp_path, capsys, monkeypatch):
-        os.mkfifo(tmp_path / "fifo")
         with (tmp_path / "huge").open("wb") as file:
             file.truncate(1 << 40)
-        ends = os.pipe()
-        told = {"fifo": "it is a FIFO", "huge": "larger than 16,777,216 bytes", f"/dev/fd/{ends[0]}": "it is a FIFO",
-                "/dev/zero": "it is a device", ".": "it is a folder"}  # fmt: skip
+        size = "larger than 16,777,216 bytes"
+        told = {"huge": size, "/dev/zero": size, ".": "Is a directory"}
         for name, why in told.items():
             with pytest.raises(SystemExit):
                 self.run(model, tmp_path / "a", "--prompts", tmp_path / name)
             error = capsys.readouterr().err
             assert why in error
             assert "or - for the standard input" in error
-        for end in ends:
-            os.close(end)
+        end, start = os.pipe()  # as a shell makes of <(...)
+        os.write(start, b"a cat")
+        os.close(start)
+        self.run(model, tmp_path / "a", "--prompts", f"/dev/fd/{end}")
+        os.close(end)
         with open("/dev/zero", "rb") as zeros:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(zeros))
             with pytest.raises(SystemExit):

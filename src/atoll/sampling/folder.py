@@ -5,11 +5,11 @@ import io
 import json
 import os
 import re
-import stat
 import sys
 import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from atoll.plots.charts import draw_trace, draw_traces
 from atoll.plots.contact_sheet import ON_A_GRID, draw_grid
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import MAX_IMAGES, Sampling
-from atoll.storage import KINDS, open_regular, parse_json, read_bytes, reason_of, work_folder, write_whole
+from atoll.storage import open_regular, parse_json, read_bytes, reason_of, work_folder, write_whole
 
 NUM_TRACED = 4  # prompts whose first image is on trace.png
 NUM_PREVIEWS = 8
@@ -121,15 +121,10 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 def _read_lines(file: str) -> list[str]:
     try:
-        if file == "-":
-            content = sys.stdin.buffer.read(MAX_BYTES + 1)
-            if len(content) > MAX_BYTES:
-                raise OSError(f"it is larger than {MAX_BYTES:,} bytes")
-        else:
-            kind = stat.S_IFMT(os.stat(file).st_mode)  # first, for the FIFO that a shell makes of <(...) has no path
-            if kind != stat.S_IFREG:
-                raise OSError(f"it is {KINDS.get(kind, 'something else')}, not a file")
-            content = read_bytes(Path(os.path.realpath(file)), MAX_BYTES)  # a link too, for the user has named it
+        with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
+            content = source.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise OSError(f"it is larger than {MAX_BYTES:,} bytes")
         lines = content.decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise InputError(

@@ -339,8 +339,8 @@ class _Interrupted(Exception):
 
 def get_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """Returns a type that experts can compute in, also by its name."""
-    names = {dtype_name(known): known for known in DTYPES}
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    names = {str(known).removeprefix("torch."): known for known in DTYPES}
+    name = str(dtype).removeprefix("torch.")
     if name not in names:
         raise unknown("dtype", name, names)
     return names[name]
@@ -382,13 +382,11 @@ def _requests(
         seeds = [operator.index(one) for one in given]
         if len(seeds) == len(prompts):
             seeds = [first + i for first in seeds for i in range(num_each)]
-    for name, count, of, wanted in (
-        ("negative prompt", len(negatives), "prompt", len(prompts)), ("seed", len(seeds), "image", num)
-    ):  # fmt: skip
+    counts = ("negative prompt", len(negatives), "prompt", len(prompts)), ("seed", len(seeds), "image", num)
+    for name, count, of, wanted in counts:
         if count != wanted:
             raise InputError(f"there are {plural(count, name)} for {plural(wanted, of)}: give one, or one for each")
-    pairs = [pair for pair in zip(prompts, negatives, strict=True) for _ in range(num_each)]
-    return [(*pair, one) for pair, one in zip(pairs, seeds, strict=True)]
+    return [(prompts[i // num_each], negatives[i // num_each], seed) for i, seed in enumerate(seeds)]
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -38,9 +38,5 @@ class Sampling:
         for name, most in (("steps", MAX_STEPS), ("batch", MAX_IMAGES)):
             if not 1 <= (value := getattr(self, name)) <= most:
                 raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value}")
-        check_guidance(self.guidance)
-
-
-def check_guidance(scale: float | None) -> None:
-    if scale is not None and not 0 <= scale < math.inf:
-        raise InputError(f"the guidance scale must be a finite number of at least 0, but is {scale}")
+        if self.guidance is not None and not 0 <= self.guidance < math.inf:
+            raise InputError(f"the guidance scale must be a finite number of at least 0, but is {self.guidance}")
