@@ -33,8 +33,7 @@ from atoll.encoders.codecs import load_codec, to_uint8
 from atoll.encoders.features import make_features
 from atoll.encoders.text import load_text_encoder
 from atoll.experiments.images import tensor_of
-from atoll.experiments.measure import MetricSuite
-from atoll.experiments.settings import MetricSettings
+from atoll.metrics.frechet import Moments, frechet_distance
 from atoll.metrics.labels import are_right
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
@@ -66,9 +65,8 @@ class Judge:
         self.captions = self.data.strings("caption", rows)
         self.seeds = [seed * num + i for i in range(num)]
         images = decode_rows(self.data, np.arange(len(self.data)), self.codec)
-        reference = make_features("simple").extract(tensor_of(images)).numpy()
-        settings = MetricSettings(features=("simple",), device="cpu")
-        self.suite = MetricSuite(settings, ("frechet",), reference, Path())
+        self.network = make_features("simple")
+        self.reference = Moments.of(self.network.extract(tensor_of(images)).numpy())
 
     def judge(
         self,
@@ -94,8 +92,8 @@ class Judge:
         latents = torch.cat(parts)
         pictures = to_uint8(self.codec.decode(latents))
         right = float(np.mean(are_right(pictures, self.captions)))
-        figures = self.suite.compare("simple", self.suite.extract("simple", pictures))
-        return Judged(right, figures["frechet/simple"]["value"], seconds, pictures)
+        distance = frechet_distance(self.reference, Moments.of(self.network.extract(tensor_of(pictures)).numpy()))
+        return Judged(right, distance, seconds, pictures)
 
 
 def drawn_to_the_mean(expert: Expert, judge_: Judge) -> Expert:

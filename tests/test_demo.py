@@ -19,8 +19,7 @@ from atoll.data.builtin.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
 from atoll.experiments.cache import Snapshot
-from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Stages, run_demo
-from atoll.experiments.judge import Judge
+from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Judge, Stages, run_demo
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
@@ -119,7 +118,7 @@ class TestDemo:
     def test_held_out_combinations_are_not_in_the_data(self, first):
         data = Dataset.open(first[0] / "data")
         assert not any(is_heldout(attributes_of(caption)) for caption in data.strings("caption"))
-        prompts = Judge(data.folder, QUICK.prompts, QUICK.prompts_heldout, QUICK.varied, QUICK.seeds)
+        prompts = Judge(data.folder, QUICK)
         assert all(is_heldout(attributes_of(caption)) for caption in prompts.heldout)
         assert not set(prompts.seen) & set(prompts.heldout)
         assert len(set(prompts.heldout)) == QUICK.prompts_heldout

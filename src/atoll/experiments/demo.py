@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,22 @@ from PIL import Image
 
 from atoll.cards import PARTITION, DatasetCard, ModelIndex, PartitionCard
 from atoll.data.builtin import make
+from atoll.data.builtin.avatars import ATTRIBUTES, attributes_of, draw_avatar, read_avatars
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
-from atoll.data.shards import Dataset
+from atoll.data.shards import TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.data.view import decode_rows
 from atoll.diffusion.solvers import uniform_times
+from atoll.encoders.codecs import load_codec, to_uint8
+from atoll.encoders.features import make_features
+from atoll.engines.train_all import Part
 from atoll.experiments.cache import Snapshot, write_text
-from atoll.experiments.flops import training_flops
-from atoll.experiments.graph import ModelNode, PartNode, assemble_all, begun, train
-from atoll.experiments.images import bytes_of
-from atoll.experiments.judge import BATCH, SIZE, Judge
+from atoll.experiments.flops import counting, training_flops
+from atoll.experiments.graph import ModelNode, assemble_all, begun, train
+from atoll.experiments.images import COUNTED, Images, bytes_of, tensor_of
 from atoll.experiments.report import Points, render
+from atoll.metrics.frechet import Moments, frechet_distance
 from atoll.metrics.labels import are_right
 from atoll.partition.partition import partition
 from atoll.plots.canvas import save_image
@@ -60,6 +66,9 @@ BALANCE = 1.3
 LICENSE = "Apache-2.0"
 PREVIEWS = 7
 ON_A_SHEET = 40
+SIZE = 32  # of the images
+BATCH = 100  # images at a time; each depends on its own seed alone
+AS_TENSORS: dict[str, Any] = {"output_type": "pt", "batch_size": BATCH, "progress": False}
 
 # Every attribute has its turn, and none of these combinations is held out.
 CHOSEN = (
@@ -204,24 +213,24 @@ class _Demo:
         ddpm = min(range(NUM_EXPERTS), key=lambda k: self.sizes[k])
         self.settings = [plan.ddpm if k == ddpm else plan.expert for k in range(NUM_EXPERTS)]
         experts = [
-            PartNode(f"expert {k} {own.objective}", run / f"expert_{k}", own, self.data, k)
+            Part(f"expert {k} {own.objective}", run / f"expert_{k}", own, self.data, k)
             for k, own in enumerate(self.settings)
         ]
-        router = PartNode("router", run / "router", plan.router, self.data)
+        router = Part("router", run / "router", plan.router, self.data)
         models = {"ensemble": ModelNode(self.out / "model", self.data, (*experts, router))}
         if self.compare:
             # As the papers compare: as many steps as an expert, and as many samples in each as all of them together.
             budget = sum(self._count_flops(part) for part in (*experts, router))
             batch = math.ceil(plan.expert.batch * budget / training_flops(plan.expert, self.data, 0))
-            monolith = PartNode("monolith", compare / "monolith", replace(plan.expert, batch=batch), self.data)
+            monolith = Part("monolith", compare / "monolith", replace(plan.expert, batch=batch), self.data)
             # A twin stands in for the DDPM expert: the same in all but the objective.
             twin = replace(plan.ddpm, objective=plan.expert.objective)
-            experts[ddpm] = PartNode(f"expert {ddpm} fm", compare / f"expert_{ddpm}", twin, self.data, ddpm)
+            experts[ddpm] = Part(f"expert {ddpm} fm", compare / f"expert_{ddpm}", twin, self.data, ddpm)
             models["homogeneous"] = ModelNode(compare / "homogeneous-model", self.data, (*experts, router))
             models["monolith"] = ModelNode(compare / "monolith-model", self.data, (monolith,))
         return models
 
-    def _count_flops(self, part: PartNode) -> float:
+    def _count_flops(self, part: Part) -> float:
         """Counts a step of an expert of the first cluster, in place of all experts and the monolith."""
         own, usual = part.settings, self.plan.expert
         if not isinstance(own, ExpertSettings):
@@ -261,14 +270,13 @@ class _Demo:
         members = [np.flatnonzero(data.clusters() == k) for k in range(NUM_EXPERTS)]
         captions = data.strings("caption", [int(rows[7]) for rows in members])
         arrays = {f"cluster_{k}": decode_rows(data, rows[:ON_A_SHEET]) for k, rows in enumerate(members)}
-        options: dict[str, Any] = {"output_type": "pt", "batch_size": BATCH, "progress": False}
         pipes = {name: AtollPipeline(model.folder) for name, model in self.models.items()}
-        same = {name: pipe(captions, seed=0, **options) for name, pipe in pipes.items()}
+        same = {name: pipe(captions, seed=0, **AS_TENSORS) for name, pipe in pipes.items()}
         arrays |= {f"same_{name}": bytes_of(output.images) for name, output in same.items()}
         pipe = pipes["ensemble"]
         for k in range(NUM_EXPERTS):
             arrays[f"same_expert_{k}"] = _by_one_expert(pipe, captions, k)
-        arrays["chosen"] = bytes_of(pipe(CHOSEN, seed=list(range(len(CHOSEN))), **options).images)
+        arrays["chosen"] = _draw(pipe, CHOSEN, 0)
         about = {
             "captions": captions,
             "painted_by": [int(trace.weights.mean(0).argmax()) for trace in same["ensemble"].trace],
@@ -280,7 +288,7 @@ class _Demo:
 
     def _evaluate(self, hashes: Mapping[str, str]) -> dict[str, Snapshot]:
         folder, plan = self.out / "evaluation", self.plan
-        judge = Judge(self.data, plan.prompts, plan.prompts_heldout, plan.varied, plan.seeds)
+        judge = Judge(self.data, plan)
         keys = {name: {"model": hash_} for name, hash_ in hashes.items()}
         judged = {name: kept for name, key in keys.items() if (kept := Snapshot.read(folder, name, key))}
         with self.stages.stage("evaluate", len(judged) == len(keys)) as notes:
@@ -308,7 +316,7 @@ class _Demo:
             results["compare"] = models
         return results | {"aims": _aims(results), "settings": asdict(self.plan), "commands": self._commands()}
 
-    def _describe(self, part: PartNode) -> dict[str, Any]:
+    def _describe(self, part: Part) -> dict[str, Any]:
         training = read_json(part.folder / "config.json", f"remove {part.folder} and rerun the command")["training"]
         return {
             "steps": training["steps"],
@@ -331,6 +339,79 @@ class _Demo:
             "atoll assemble run --data data --out model",
             f'atoll sample model "{CHOSEN[0]}" --trace',
         ]
+
+
+class Judge:
+    """Judges models by the same prompts and seeds, and beside other real avatars."""
+
+    def __init__(self, data: Path, plan: Plan) -> None:
+        self.data, self.seeds = data, plan.seeds
+        dataset = Dataset.open(data)
+        captions = sorted(set(dataset.strings("caption", np.flatnonzero(dataset.column("split")[:] == TRAIN))))
+        chosen = np.random.default_rng(0).choice(len(captions), min(plan.prompts, len(captions)), replace=False)
+        self.seen = [captions[i] for i in chosen]
+        self.repeated = [caption for caption in self.seen[: plan.varied] for _ in range(plan.seeds)]
+        heldout, unseen = plan.prompts_heldout, dict[str, None]()
+        examples = iter(make("avatars", 100 * heldout, SIZE, seed=1, heldout="only"))
+        while len(unseen) < heldout:
+            unseen[next(examples).caption] = None
+        self.heldout = list(unseen)
+        self.network, self.reference = make_features("simple"), Moments.of(dataset.column("features")[:])
+
+    @cached_property
+    def real(self) -> dict[str, float]:
+        """Returns what a model cannot surpass: the figures of other real images, through the codec."""
+        codec, rng = load_codec(self.data), np.random.default_rng(1)
+        drawn = [draw_avatar(attributes_of(caption), SIZE, rng) for caption in (*self.seen, *self.repeated)]
+        images = to_uint8(codec.decode(codec.encode(tensor_of(np.stack(drawn)))))
+        return self._measure(images[: len(self.seen)], images[len(self.seen) :])
+
+    def judge(self, model: Path, key: Mapping[str, str]) -> Snapshot:
+        pipe = AtollPipeline(model)
+        start = time.perf_counter()
+        seen = _draw(pipe, self.seen, 0)
+        seconds = time.perf_counter() - start
+        heldout, varied = _draw(pipe, self.heldout, 10_000), _draw(pipe, self.repeated, 20_000)
+        figures, right_heldout = self._measure(seen, varied), are_right(heldout, self.heldout)
+        with counting() as total:
+            counted = self.seen[:COUNTED]
+            pipe(counted, seed=list(range(len(counted))), output_type="latent", progress=False)
+            flops = total() / len(counted)
+        results = {
+            **figures,
+            "prompt_accuracy_heldout": float(np.mean(right_heldout)),
+            "attribute_accuracy": _by_attribute(seen, self.seen),
+            "attribute_accuracy_heldout": _by_attribute(heldout, self.heldout),
+            "num_prompts": len(seen),
+            "num_prompts_heldout": len(heldout),
+            "diversity": figures["diversity"] / self.real["diversity"],
+            "real": {**self.real, "diversity": 1.0},
+            "flops_an_image": flops,
+            "seconds_an_image": round(seconds / len(seen), 4),
+        }
+        about = {"figures": results, "heldout": self.heldout, "heldout_right": right_heldout}
+        return Snapshot(key, about, {"seen": seen, "heldout": heldout})
+
+    def _measure(self, seen: Images, varied: Images) -> dict[str, float]:
+        """Returns how well images follow prompts, their distance to the data, and how much those of a prompt differ."""
+        vectors, of_varied = (self.network.extract(tensor_of(images)).double().numpy() for images in (seen, varied))
+        groups = of_varied.reshape(-1, self.seeds, of_varied.shape[1])
+        pairs = combinations(range(self.seeds), 2)
+        return {
+            "prompt_accuracy": float(np.mean(are_right(seen, self.seen))),
+            "frechet": frechet_distance(self.reference, Moments.of(vectors)),
+            "diversity": float(np.mean([np.linalg.norm(groups[:, a] - groups[:, b], axis=1).mean() for a, b in pairs])),
+        }
+
+
+def _draw(pipe: AtollPipeline, captions: Sequence[str], first_seed: int) -> Images:
+    seeds = range(first_seed, first_seed + len(captions))
+    return bytes_of(pipe(captions, seed=list(seeds), **AS_TENSORS).images)
+
+
+def _by_attribute(images: Images, captions: Sequence[str]) -> dict[str, float]:
+    pairs = list(zip(read_avatars(images), map(attributes_of, captions), strict=True))
+    return {name: float(np.mean([seen[name] == want[name] for seen, want in pairs])) for name in ATTRIBUTES}
 
 
 def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDArray[np.uint8]:
@@ -359,7 +440,7 @@ def _traces(pipe: AtollPipeline) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _curves(part: PartNode) -> list[Points]:
+def _curves(part: Part) -> list[Points]:
     """Returns (step, loss) in training, and on held-out images."""
     log = read_metrics(part.folder)
     return [[(line["step"], line[key]) for line in log if line.get(key) is not None] for key in ("loss", "held_out")]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from atoll.encoders.features import make_features
 from atoll.encoders.pretrained import Frozen, dtype_name
@@ -53,12 +54,11 @@ class Reference(NamedTuple):
 
 
 class MetricSuite:
-    """Judges sets of images by networks and metrics, against the images or features of a reference."""
+    """Judges sets of images by networks and metrics, against the images of a reference."""
 
     def __init__(
-        self, settings: MetricSettings, metrics: Collection[str], reference: ImageSet | Vectors, out: Path,
-        progress: bool = False,
-    ) -> None:  # fmt: skip
+        self, settings: MetricSettings, metrics: Collection[str], reference: ImageSet, out: Path, progress: bool
+    ) -> None:
         self.settings, self.metrics, self.reference, self.progress = settings, metrics, reference, progress
         self.folder, self.device = out / "features", get_device(settings.device)
         specs = settings.features if OF_FEATURES.intersection(metrics) else ()
@@ -80,11 +80,8 @@ class MetricSuite:
         """Returns what each network sees in the reference."""
         references = {}
         for name in self.networks:
-            if isinstance(self.reference, ImageSet):
-                vectors = self.vectors(name, self.reference)
-                reader = Reader.fit(vectors, self.reference.labels) if "labels" in self.metrics else None
-            else:
-                vectors, reader = self.reference, None
+            vectors = self.vectors(name, self.reference)
+            reader = Reader.fit(vectors, self.reference.labels) if "labels" in self.metrics else None
             references[name] = Reference(Moments.of(vectors), vectors[:MOST_FOR_PAIRS], reader)
         return references
 
@@ -97,11 +94,13 @@ class MetricSuite:
         network = self.networks[name]
         about = {"of": images.about(span), "network": network.fingerprint, "dtype": str(network.dtype)}
         shape = (span.stop - span.start, network.dim)
-        return cached(self.folder, about, "float32", shape, lambda: self.extract(name, images.read(span)))
+        return cached(
+            self.folder, about, "float32", shape,
+            lambda: network.extract(self._pixels(images.read(span))).float().cpu().numpy(),
+        )  # fmt: skip
 
-    def extract(self, name: str, images: Images) -> Vectors:
-        vectors: Vectors = self.networks[name].extract(tensor_of(images).to(self.device)).float().cpu().numpy()
-        return vectors
+    def _pixels(self, images: Images) -> Tensor:
+        return tensor_of(images).to(self.device)
 
     def measure(self, images: ImageSet) -> Figures:
         """Returns the figures of a set of images."""
@@ -114,13 +113,12 @@ class MetricSuite:
                 figures |= figure("label_accuracy", *mean_of(right), network)
         if self.distance is not None:
             spans = images.spans("compared with each other", self.progress)
-            batches = (tensor_of(images.read(span)).to(self.device) for span in spans)
-            figures |= figure("lpips", self.distance.mean_over_pairs(batches), network=self.distance)
+            distance = self.distance.mean_over_pairs(self._pixels(images.read(span)) for span in spans)
+            figures |= figure("lpips", distance, network=self.distance)
         if self.clip is not None:
             scores: list[float] = []
             for span in images.spans("compared with captions", self.progress):
-                pixels = tensor_of(images.read(span)).to(self.device)
-                scores += self.clip.scores(pixels, images.captions[span]).tolist()
+                scores += self.clip.scores(self._pixels(images.read(span)), images.captions[span]).tolist()
             figures |= figure("clip_score", *mean_of(scores), self.clip)
         if "accuracy" in self.metrics:
             figures |= figure("prompt_accuracy", *mean_of(are_right(images.load(), images.captions)))
@@ -147,5 +145,5 @@ class MetricSuite:
     def measure_groups(self, groups: Iterable[Images]) -> Figures:
         """Returns how far apart the images of one prompt are, on average over prompts."""
         assert self.distance is not None
-        means = [self.distance.mean_over_pairs([tensor_of(group).to(self.device)]) for group in groups]
+        means = [self.distance.mean_over_pairs([self._pixels(group)]) for group in groups]
         return figure("lpips_per_prompt", *mean_of(means), self.distance)

@@ -90,10 +90,7 @@ def _run(seeds: Sequence[Mapping[str, Study]], data: Path, out: Path, recipe: Re
     assemble_all(models)
     measured = _measure([study for studies in seeds for study in studies.values()], out, recipe, progress)
     card, lab, num = DatasetCard.read(data), Lab(out, recipe), recipe.plan.num_experts
-    parts = {
-        "monolith": lab.part("fm", num),
-        "router": lab.part("router", num),
-    }  # the experts have the monolith's FLOPs
+    parts = {"monolith": lab.part("fm", num), "router": lab.part("router", num)}  # experts have the monolith's FLOPs
     results = {
         "data": {"name": card.source.name, "pictures": card.counts.rows, "license": card.license},
         "seeds": len(seeds),

@@ -137,17 +137,15 @@ def plain(text: str) -> str:
 
 def draw_metrics(models: Sequence[Model], kinds: Sequence[str] = tuple(KINDS)) -> Image.Image:
     """Draws a panel of bars per figure, the real images in grey, with errors as whiskers."""
-    panels = []
-    for key in keys_of(models, kinds):
-        bars = []
-        for model in models:
-            bar = Bar(model["name"], is_reference="hash" not in model)
-            if figure := model["figures"].get(key):
-                text = with_error(key, figure)
-                bar = bar._replace(value=figure["value"], error=figure["error"] or 0.0, text=text)
-            bars.append(bar)
-        panels.append((name_of(key), kind_of(key).better, bars))
-    return draw_panels(panels)
+
+    def bar(model: Model, key: str) -> Bar:
+        name, is_reference, figure = model["name"], "hash" not in model, model["figures"].get(key)
+        if figure is None:
+            return Bar(name, is_reference)
+        return Bar(name, is_reference, figure["value"], figure["error"] or 0.0, with_error(key, figure))
+
+    keys = keys_of(models, kinds)
+    return draw_panels([(name_of(key), kind_of(key).better, [bar(model, key) for model in models]) for key in keys])
 
 
 # --- of `atoll evaluate` ---------------------------------------------------------------------------------------------

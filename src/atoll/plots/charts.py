@@ -18,10 +18,10 @@ class Bar(NamedTuple):
     """One model's figure; without a value, the model has none."""
 
     name: str
+    is_reference: bool  # drawn in grey
     value: float | None = None
     error: float = 0.0
     text: str = "none"
-    is_reference: bool = False  # drawn in grey
 
 
 Panel = tuple[str, str, Sequence[Bar]]  # of one figure: title, note, and a bar per model
