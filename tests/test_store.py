@@ -104,7 +104,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
 def test_weights_that_diverged_are_not_saved(folder):
     model = DiT(EXPERT)
     torch.nn.init.constant_(model.out.bias, torch.nan)
-    with pytest.raises(InputError, match=r"out.bias holds values that are not finite"):
+    with pytest.raises(InputError, match=r"out.bias in the network to save holds values that are not finite"):
         model.save_pretrained(folder)
     assert torch.isfinite(DiT.from_pretrained(folder).out.bias).all()
 

@@ -7,7 +7,7 @@ weights that were never on disk; and a file that is cut short while it is mapped
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from atoll.errors import InputError, shown
+from atoll.errors import InputError, NotFiniteError, printable, shown
 from atoll.storage import open_regular, parse_json, reason_of
 
 MAX_HEADER = 100 << 20  # bytes, the format's own limit
@@ -130,6 +130,15 @@ def _entry(name: str, about: Any, start: int, size: int) -> Entry:
     except (KeyError, TypeError, ValueError):
         pass
     raise ValueError(f"{shown(name)} cannot be {shown(about)} of {size} bytes")
+
+
+def check_finite(weights: Mapping[str, Tensor], where: object) -> None:
+    """Refuses weights with a NaN or an infinity; `where` is the file or the network that they are in."""
+    for name, tensor in weights.items():
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # float8 cannot tell
+        if not bool(torch.isfinite(values).all()):
+            fault = f"{printable(name, 100)} in {where} holds values that are not finite"
+            raise NotFiniteError(f"{fault}: training diverged or the file is damaged, use other weights")
 
 
 def check_memory(num_bytes: int, what: str) -> None:

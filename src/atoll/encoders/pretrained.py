@@ -21,7 +21,7 @@ from atoll.errors import InputError, printable, shown
 from atoll.networks.published import shard_names
 from atoll.networks.stored import Stored, folder_of
 from atoll.storage import make_readable, open_regular, read_json, reason_of, resolved
-from atoll.tensors import DTYPES, TensorFile, check_memory, read_header
+from atoll.tensors import DTYPES, TensorFile, check_finite, check_memory, read_header
 
 SAVED = "give a folder in which it was saved, or copy it again"
 WEIGHTS = ("diffusion_pytorch_model", "model")  # of diffusers and of transformers
@@ -175,9 +175,7 @@ def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare:
     for tensor in (*model.parameters(), *model.buffers()):
         # They may be mapped: then a file that is cut short kills the process, and sums round by where a tensor lies.
         tensor.data = tensor.data.clone()
-    for key, weight in model.state_dict().items():
-        if not bool(weight.isfinite().all()):
-            raise InputError(f"{key} in {place.where} holds values that are not finite: {AGAIN}")
+    check_finite(model.state_dict(), place.where)
     assert isinstance(model, nn.Module)
     return model
 

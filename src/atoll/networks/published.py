@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from atoll.cards import CONFIG, is_plain
 from atoll.errors import InputError, printable, shown
 from atoll.storage import digest_of, open_regular, read_json, real_path, reason_of
-from atoll.tensors import MAX_DIMS, check_memory, read_tensors
+from atoll.tensors import MAX_DIMS, check_finite, check_memory, read_tensors
 
 WRAPPERS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model", "module")  # EMA weights first
 PREFIXES = ("module.", "_orig_mod.")  # of torch's DistributedDataParallel and torch.compile
@@ -203,13 +203,7 @@ def _check_plain(weights: Mapping[str, Any], path: Path, size: int) -> None:
 
 def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Returns the weights without the prefixes of torch's wrappers, if all of them are finite."""
-    for name, tensor in weights.items():
-        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # float8 cannot tell
-        if not bool(torch.isfinite(values).all()):
-            raise InputError(
-                f"{printable(name, 100)} in {path} holds values that are not finite: its training diverged or the "
-                "file is damaged, give another"
-            )
+    check_finite(weights, path)
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}

@@ -19,10 +19,10 @@ from torch import nn
 
 from atoll.cards import CONFIG, FORMAT, NETWORK, file_digest, is_plain
 from atoll.config import build
-from atoll.errors import InputError, NotFiniteError, printable, shown
+from atoll.errors import InputError, printable, shown
 from atoll.storage import digest_of, known_digest, read_json, reason_of, write_json, write_whole
 from atoll.tensors import DTYPES as TYPES
-from atoll.tensors import TensorFile
+from atoll.tensors import TensorFile, check_finite
 
 WEIGHTS = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,11 +49,7 @@ class Stored(nn.Module):
         folder = Path(folder)
         assert self.card.keys() <= self.card_keys
         weights = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        for name, tensor in weights.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise InputError(
-                    f"{name} holds values that are not finite: go back to weights from before, none are saved"
-                )
+        check_finite(weights, "the network to save")
         write_whole(folder / WEIGHTS, lambda staged: save_file(weights, staged))
         about = {"format": FORMAT, "model": type(self).__name__, "architecture": asdict(self.config), **self.card}
         about["sha256"] = {name: digest_of(folder / name) for name in (WEIGHTS, *beside)}
@@ -120,11 +116,7 @@ class Stored(nn.Module):
                 names = ", ".join(sorted(map(str, kinds)))
                 raise InputError(f"the weights in {path} are of types {names}: they must all be of one kind of float")
             weights = file.read()
-        for name, tensor in weights.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise NotFiniteError(
-                    f"{name} in {path} holds values that are not finite: the file is damaged or training diverged"
-                )
+        check_finite(weights, path)
         self.load_state_dict(weights, assign=True)
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from atoll.errors import InputError
 from atoll.networks.centroid_router import mean_token
+from atoll.tensors import check_finite
 
 RIDGES = tuple(10.0**power for power in range(-5, 2))  # times the mean variance of the texts
 EVERY = 5  # of each five rows one judges the ridge
@@ -32,8 +33,9 @@ class TextPrior:
         dim = len(self.centre)
         if self.weight.shape != (dim, *self.mean.shape) or self.null.shape != (dim,) or not self.limit >= 0:
             raise InputError(f"a text prior for texts {dim} wide and latents {list(self.mean.shape)} does not fit")
-        if not all(bool(torch.isfinite(part).all()) for part in (self.mean, self.weight, self.centre, self.null)):
-            raise InputError("the text prior holds values that are not finite: measure it again")
+        check_finite(
+            {"mean": self.mean, "weight": self.weight, "centre": self.centre, "null": self.null}, "a text prior"
+        )
 
     @classmethod
     def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
