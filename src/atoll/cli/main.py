@@ -6,34 +6,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import tyro
 
-from atoll.cli.assemble import assemble
-from atoll.cli.assign import assign
-from atoll.cli.convert import convert
-from atoll.cli.demo import demo
-from atoll.cli.distill import distill
-from atoll.cli.evaluate import evaluate
-from atoll.cli.fetch import fetch
-from atoll.cli.inspect import inspect
-from atoll.cli.partition import partition
-from atoll.cli.prepare import prepare
-from atoll.cli.reproduce import reproduce
-from atoll.cli.sample import sample
-from atoll.cli.train import train
-from atoll.cli.train_all import train_all
-from atoll.cli.train_router import train_router
 from atoll.errors import InputError, printable
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
 
-FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(fetch, prepare, partition, assign, inspect, train, train_router, train_all, assemble, distill, sample, convert),
-    *(evaluate, reproduce, demo),
+FILES = (
+    *("fetch", "prepare", "partition", "assign", "inspect"),
+    *("train", "train_router", "train_all", "assemble", "distill", "sample", "convert"),
+    *("evaluate", "reproduce", "demo"),
 )
-VERBS = {function.__name__.replace("_", "-"): function for function in FUNCTIONS}
+VERBS: dict[str, Callable[..., Any]] = {
+    name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
+}
 SETTINGS: dict[str, dict[str, type[Settings]]] = {
     "train": {"settings": ExpertSettings},
     "train-router": {"settings": RouterSettings},
