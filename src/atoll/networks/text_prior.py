@@ -33,9 +33,7 @@ class TextPrior:
         dim = len(self.centre)
         if self.weight.shape != (dim, *self.mean.shape) or self.null.shape != (dim,) or not self.limit >= 0:
             raise InputError(f"a text prior for texts {dim} wide and latents {list(self.mean.shape)} does not fit")
-        check_finite(
-            {"mean": self.mean, "weight": self.weight, "centre": self.centre, "null": self.null}, "a text prior"
-        )
+        check_finite({name: part for name, part in vars(self).items() if name != "limit"}, "the text prior")
 
     @classmethod
     def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
