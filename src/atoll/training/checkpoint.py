@@ -27,7 +27,6 @@ from atoll.training.settings import Settings, refuse_another
 
 FORMAT = 1
 PARTS = ("weights", "averaged", "moment1", "moment2")  # of the tensors' names; the EMA weights are "averaged" on disk
-ADVICE = "the run cannot be resumed from it"
 
 
 @dataclass
@@ -124,22 +123,15 @@ def saved(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch("[0-9]{9,12}", path.stem))
 
 
-def save(
-    folder: Path, tensors: Mapping[str, Tensor], progress: Progress, keep_last: int, keep_every: int | None
-) -> None:
+def save(folder: Path, tensors: Mapping[str, Tensor], progress: Progress, settings: Settings) -> None:
     """Writes a checkpoint; removes those that need not be kept, and what a process killed while it wrote has left."""
     values = asdict(progress)
     metadata = {"format": str(FORMAT), "progress": json.dumps(values), "sha256": fingerprint(tensors, values)}
     write_whole(path_of(folder, progress.step), lambda staged: save_file(dict(tensors), staged, metadata))
-    old = [path for path in saved(folder)[:-keep_last] if keep_every is None or int(path.stem) % keep_every]
+    every, paths = settings.keep_every, saved(folder)[: -settings.keep_last]
+    old = [path for path in paths if every is None or int(path.stem) % every]
     for path in (*old, *folder.glob(".*.safetensors.tmp")):
         with suppress(OSError):
-            path.unlink()
-
-
-def remove_after(folder: Path, step: int) -> None:
-    for path in saved(folder):
-        if int(path.stem) > step:
             path.unlink()
 
 
@@ -158,7 +150,7 @@ def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
 
 def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
     """Copies a checkpoint's tensors, one at a time, into those of a run, which keep their places in memory."""
-    with TensorFile(path, ADVICE) as file:
+    with TensorFile(path, "the run cannot be resumed from it") as file:
         metadata = file.metadata
         try:
             if metadata["format"] != str(FORMAT):

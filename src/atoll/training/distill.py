@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from atoll.cards import ExpertCard, ModelIndex, PartCard, require_fit
+from atoll.cards import ExpertCard, ExpertEntry, ModelIndex, PartCard, require_fit
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
 from atoll.diffusion.schedules import LINEAR
@@ -88,15 +88,10 @@ class Teacher:
         return self.guidance * float(self.about.get("learned_guidance", 1.0))
 
     def velocity(
-        self,
-        x: Tensor,
-        t: Tensor,
-        text: Tensors | None = None,
-        null: Tensors | None = None,
-        experts: Tensor | None = None,
+        self, x: Tensor, t: Tensor, text: Tensors | None = None, null: Tensors = (), experts: Tensor | None = None
     ) -> Tensor:
         """dx/dt at canonical (x, t), guided away from the `null` text; `experts`[B] teach by label."""
-        prompts = None if text is None else Prompts.of(*text, *(null or ()))
+        prompts = None if text is None else Prompts.of(*text, *null)
         mixture = Mixture(self.ensemble, prompts, routing=self.routing, guidance=self.guidance, labels=experts)
         device = x.device.type
         # Casts of weights that may leave memory are not worth keeping.
@@ -114,18 +109,19 @@ class Teacher:
         return sum(sizes[: self.ensemble.max_resident]) + bytes_of(self.ensemble.router)
 
 
+def experts_there(folder: Path, index: ModelIndex) -> dict[int, ExpertEntry]:
+    """Returns the experts whose folders are there, by their numbers."""
+    return {k: part for k, part in enumerate(index.experts) if part is not None and (folder / part.folder).exists()}
+
+
 def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
-    """Returns those that were never there, and those whose folders are not."""
-    there = [part is not None and (folder / part.folder).exists() for part in index.experts]
-    return [f"expert_{k}" for k, is_there in enumerate(there) if not is_there]
+    return [f"expert_{k}" for k in range(index.num_experts) if k not in experts_there(folder, index)]
 
 
 def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
     """Returns the number of the expert of each cluster, of those that are there."""
-    missing, places = missing_experts(folder, index), dict[int, int]()
-    for k, part in enumerate(index.experts):
-        if part is None or f"expert_{k}" in missing:
-            continue
+    places = dict[int, int]()
+    for k, part in experts_there(folder, index).items():
         if part.cluster is None or part.cluster in places:
             raise InputError(f"{folder / part.folder} is not the only expert of a known cluster: use --teacher router")
         places[part.cluster] = k
@@ -150,7 +146,7 @@ class DistillTask(ExpertTask):
         if self.learned_guidance != 1:
             self.guidance = 1.0
         self.experts = self._experts_of_rows(allow_missing)
-        self.null: Tensors | None = None
+        self.null: Tensors = ()
         if teacher.guidance != 1:
             self.null = self.text.encode(self.null_ids.to(device))
         self._targets: dict[int, list[Tensor]] = {}  # of held-out rows
@@ -235,9 +231,8 @@ class DistillTask(ExpertTask):
             f"against the images themselves, on {self.view.measured_on}"
         ]
         if self.learned_guidance != 1:
-            lines.append(
-                f"it has learned guidance of {self.learned_guidance:g}: sample it with --guidance 1, the default"
-            )
+            learned = f"{self.learned_guidance:g}"
+            lines.append(f"it has learned guidance of {learned}: sample it with --guidance 1, the default")
         return [*lines, f"next: atoll assemble {folder} --data {self.view.data.folder} --out MODEL"]
 
 
@@ -280,15 +275,15 @@ def distill(
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
     """Warns where the clusters of the data may be others than those of the experts."""
     clusters = set(data.clusters().tolist())
-    for cluster, k in places_of(folder, index).items():
-        part = index.experts[k]
-        known = None if part is None else ExpertCard.read(folder / part.folder).data
-        ours = DatasetView(Dataset.open(data.folder, cluster)).fingerprint if cluster in clusters else None
-        if known is not None and None not in (known.fingerprint, ours) and known.fingerprint != ours:
+    for k, part in experts_there(folder, index).items():
+        known = ExpertCard.read(folder / part.folder).data
+        if part.cluster not in clusters or known is None or known.fingerprint is None:
+            continue
+        if known.fingerprint != DatasetView(Dataset.open(data.folder, part.cluster)).fingerprint:
             warnings.warn(
-                f"expert_{k} of {folder} was trained on other images than cluster {cluster} of {data.folder}: labels "
-                "are right only if `atoll assign` has placed these into the clusters of the experts, so if it has not, "
-                "use --teacher router",
+                f"expert_{k} of {folder} was trained on other images than cluster {part.cluster} of {data.folder}: "
+                "labels are right only if `atoll assign` has placed these into the clusters of the experts, so if it "
+                "has not, use --teacher router",
                 stacklevel=2,
             )
             return

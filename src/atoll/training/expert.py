@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from atoll.cards import LatentSpace, TextEncoderCard, require_same
 from atoll.data.shards import Dataset
-from atoll.data.view import decode_rows, refuse_inside
+from atoll.data.view import AT_A_TIME, decode_rows, refuse_inside
 from atoll.diffusion.solvers import uniform_times
 from atoll.encoders.codecs import Codec, is_quick, load_codec, to_uint8
 from atoll.encoders.pretrained import fingerprint
 from atoll.errors import InputError
+from atoll.networks.centroid_router import mean_token
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.expert import Expert
 from atoll.networks.presets import preset
@@ -26,13 +27,14 @@ from atoll.sampling.ensemble import Ensemble, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.storage import resolved
 from atoll.training.dry_run import preview
-from atoll.training.held_out import Evaluated, evaluate_expert, measure_prior
+from atoll.training.held_out import Evaluated, evaluate_expert
 from atoll.training.loop import train
 from atoll.training.settings import DistillSettings, ExpertSettings
 from atoll.training.task import CaptionedTask, Tensors, bytes_of, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 512, 2048  # held-out rows
 IN_A_GRID = 12
+MOST_FOR_PRIOR = 20_000  # captions; more say the same
 
 
 class ExpertTask(CaptionedTask):
@@ -117,7 +119,14 @@ class ExpertTask(CaptionedTask):
 
     @cached_property
     def prior(self) -> TextPrior:
-        return measure_prior(self.view, self.text, self.device)
+        """Returns what the captions of a cluster alone say of its images."""
+        rows = self.view.training_rows(MOST_FOR_PRIOR)
+        parts = (rows[first : first + AT_A_TIME] for first in range(0, len(rows), AT_A_TIME))
+        batches = ((self._mean_token(self.view.tokens(part)), self.view.latents(part)) for part in parts)
+        return TextPrior.fit(batches, self.view.mean, self._mean_token(self.null_ids)[0])
+
+    def _mean_token(self, ids: Tensor) -> Tensor:
+        return mean_token(*self.text.encode(ids.to(self.device))).cpu()
 
     def sample_grid(self) -> Image.Image | None:
         """Returns held-out images, and below each what the expert makes of its caption."""

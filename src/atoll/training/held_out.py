@@ -8,17 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atoll.data.view import AT_A_TIME, DatasetView, spread_times
+from atoll.data.view import DatasetView, spread_times
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import estimate
 from atoll.diffusion.transfer import Calibration, products
 from atoll.encoders.text import TextEncoder
-from atoll.networks.centroid_router import mean_token
 from atoll.networks.text_prior import TextPrior
 
 EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
 NUM_BINS = 24
-MOST_FOR_PRIOR = 20_000  # captions; more say the same
 
 
 def held_out_batches(
@@ -95,16 +93,3 @@ def _denoise(
     output = network(x, t, *text).float()
     guess = estimate(objective.prediction, output, x, coefficients).x0
     return guess, objective.loss(lambda *_: output, x0, eps, t)
-
-
-def measure_prior(view: DatasetView, text: TextEncoder, device: torch.device) -> TextPrior:
-    """Fits what the captions of a cluster alone say of its images."""
-    chosen = view.training_rows(MOST_FOR_PRIOR)
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for first in range(0, len(chosen), AT_A_TIME):
-            some = chosen[first : first + AT_A_TIME]
-            yield mean_token(*text.encode(view.tokens(some).to(device))).cpu(), view.latents(some)
-
-    null = mean_token(*text.encode(text.null_ids().to(device)))[0].cpu()
-    return TextPrior.fit(batches(), view.mean, null)

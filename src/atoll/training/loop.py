@@ -69,7 +69,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
 
         def save() -> None:
             if is_main and progress.bad_in_a_row == 0 and learner.is_finite():  # so all are good to go back to
-                checkpoint.save(checkpoints, learner.tensors(), progress, settings.keep_last, settings.keep_every)
+                checkpoint.save(checkpoints, learner.tensors(), progress, settings)
 
         if resumed is None:
             save()  # an unwritable place or a full disk shows now, and there is a checkpoint to roll back to
@@ -130,7 +130,9 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                         progress.rollbacks, progress.skipped, progress.bad_in_a_row = 1, skipped, 0
                         distributed.barrier()
                         if is_main:
-                            checkpoint.remove_after(checkpoints, progress.step)
+                            for path in checkpoint.saved(checkpoints):
+                                if int(path.stem) > progress.step:
+                                    path.unlink()
                             save()
                             log.rewind(progress.step)
                             log.write({"step": progress.step, "rolled_back_from": step, "skipped": skipped})

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ def read_metrics(folder: Path, tail: int | None = None) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise InputError(f"cannot read {path} ({reason_of(error)}): remove it, or choose another --out") from error
-    return [values for line in content.split(b"\n")[:-1] if (values := _parse(line))]
+    lines = []
+    for line in content.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            lines.append(parse_json(line))
+    return [values for values in lines if isinstance(values, dict) and type(values.get("step")) is int]
 
 
 def read_tail(path: Path, size: int, start: int = 0) -> bytes:
@@ -34,14 +39,6 @@ def read_tail(path: Path, size: int, start: int = 0) -> bytes:
     with open_regular(path) as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - size))
         return file.read(size)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        values = parse_json(line)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) and type(values.get("step")) is int else None
 
 
 class MetricsLog:
