@@ -297,8 +297,8 @@ class TestRefused:
 
     def test_no_experts(self, data, run, tmp_path):
         self.refused("there are no experts", tmp_path, [], None, data)
-        self.refused("nowhere is not a folder", tmp_path, [tmp_path / "nowhere"], None, data)
-        self.refused("has neither config.json nor expert_0", tmp_path, [data], None, data)
+        self.refused("nowhere holds no trained expert", tmp_path, [tmp_path / "nowhere"], None, data)
+        self.refused("holds no trained expert", tmp_path, [data], None, data)
         self.refused("describes a 'Router', not a DiT", tmp_path, [run / "router"], None, data)
 
     def test_truncated_weights(self, data, mine, tmp_path):
@@ -436,8 +436,8 @@ class TestIndex:
             ({"hash": "0"}, "was altered"),
             ({"files": {"../../etc/passwd": "0"}}, "must be named as FOLDER/NAME"),
             ({"experts": [{"folder": "../x"}, None, None]}, "must be a plain name"),
-            ({"experts": [None, None, {"folder": "expert_2"}]}, "it lacks 'cluster' of 'experts.2'"),
-            ({"latent_space": {}}, "it lacks 'shape' of 'latent_space'"),
+            ({"experts": [None, None, {"folder": "expert_2"}]}, "it lacks 'experts.2.cluster'"),
+            ({"latent_space": {}}, "it lacks 'latent_space.shape'"),
             ({"latent_space": [1]}, "its 'latent_space' must be a table"),
             ({"latent_space": {"codec": None, "shape": [12, 4, 4]}}, "its 'latent_space.codec' must be a table"),
             ({"latent_space": {"codec": {}, "shape": 4}}, "its 'latent_space.shape' must be a list, but is 4"),

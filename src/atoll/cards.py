@@ -79,11 +79,9 @@ class Card(BaseModel):
 
 def _fault(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    place = [str(key) for key in first["loc"]]
-    key, kind = shown(".".join(place)) if place else "content", first["type"]
+    key, kind = shown(".".join(map(str, first["loc"]))) if first["loc"] else "content", first["type"]
     if kind == "missing":
-        inside = f" of {shown('.'.join(place[:-1]))}" if place[1:] else ""
-        return f"is damaged, it lacks {shown(place[-1])}{inside}"
+        return f"is damaged, it lacks {key}"
     if kind == "extra_forbidden":
         return f"has the unknown key {key}, a newer atoll may have written it"
     if kind == "value_error":

@@ -162,8 +162,8 @@ def make_folder(path: Path) -> None:
     """Makes a folder to write to, with all those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError("it may not be written to")
+        if not os.access(path, os.R_OK | os.W_OK):
+            raise PermissionError("it may not be read and written")
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {path} ({reason_of(error)}): choose another --out") from error
 
@@ -203,10 +203,7 @@ def write_json(path: Path, values: Any) -> None:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Holds the folder for this process; the hold ends with the process, however it ends."""
-    try:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise InputError(f"cannot open {folder} ({reason_of(error)}): give a folder that may be read") from error
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

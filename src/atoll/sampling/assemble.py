@@ -202,8 +202,6 @@ def expert_folders(folder: Path) -> list[Path]:
 
 def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
     """Returns the folder, if it is an expert, or those in it."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: give that of an expert, or one that `atoll train-all` has made")
     if (folder / CONFIG).exists():
         return [folder]
     folders = expert_folders(folder)
@@ -211,7 +209,7 @@ def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
     if unfinished := [path for path in folders if path not in finished and not allow_missing]:
         raise InputError(f"{unfinished[0]} has no {CONFIG}: train it to its end, or give --allow-missing")
     if not finished:
-        raise InputError(f"{folder} has neither {CONFIG} nor expert_0: give the folder of an expert that is trained")
+        raise InputError(f"{folder} holds no trained expert: give the folder of one, or what `atoll train-all` made")
     return finished
 
 
@@ -264,7 +262,7 @@ def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path, allow_mis
     by_cluster: dict[int, Path] = {}
     for folder, card in cards.items():
         cluster = 0 if card.cluster is None and num == 1 else card.cluster
-        if cluster not in range(num):
+        if cluster is None or cluster not in range(num):
             what = "all of the data" if cluster is None else f"cluster {cluster}"
             raise InputError(
                 f"{folder} is of {what}, but the router {place} knows the clusters 0 to {num - 1}: leave it out, or "
