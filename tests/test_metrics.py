@@ -115,7 +115,7 @@ class TestCoverage:
         real = cloud(6, 3, 0)
         assert measure_coverage(real, real, 5).coverage == 1
         with pytest.raises(InputError, match="not finite"):
-            measure_coverage(real, np.full((9, 3), np.nan))
+            measure_coverage(real, np.full((9, 3), np.nan), 5)
 
 
 # The package's own forward, in a process of its own: what it imports and does not use is put in place for it.

@@ -45,16 +45,16 @@ def reproduce(
 
     if not what:
         raise InputError("there is nothing to reproduce: name a comparison, such as table1")
-    found = Recipe.read(recipe)
+    content = Recipe.read(recipe)
     if seeds is not None:
-        found = replace(found, plan=replace(found.plan, seeds=seeds))
+        content = replace(content, plan=replace(content.plan, seeds=seeds))
     if dry_run:
         from atoll.experiments.dry_run import describe_plan
 
-        print(*describe_plan(what, found), sep="\n")
+        print(*describe_plan(what, content), sep="\n")
         return
     if data is None:
         raise InputError("there is no data to work with: give --data, a prepared folder or a set such as fashion-mnist")
-    repeat(what, data, out, found)
+    repeat(what, data, out, content)
     print((out / "results.md").read_text(encoding="utf-8"))
     print(f"{out / 'results.md'}: this, with pictures beside it")

@@ -37,8 +37,8 @@ class CLIPScore(Frozen):
         return one_by_one(lambda rows: self._cosines(pixels[rows], ids[rows]), places).float() * 100
 
     def _cosines(self, pixels: Tensor, ids: Tensor) -> Tensor:
-        found = self.model(input_ids=ids, pixel_values=pixels)  # its embeddings have length 1
-        return torch.as_tensor((found.image_embeds * found.text_embeds).sum(1))
+        output = self.model(input_ids=ids, pixel_values=pixels)  # its embeddings have length 1
+        return torch.as_tensor((output.image_embeds * output.text_embeds).sum(1))
 
     def sizes(self) -> dict[str, Any]:
         return {"transform": f"resize to {self.size}, bicubic, CLIP's mean and deviation"}

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from atoll.metrics.frechet import Array, check_finite
 
-NEIGHBOURS = 5
 BLOCK = 1024  # rows of distances at a time: memory grows with the number of images, not with its square
 
 
@@ -25,10 +24,8 @@ class Coverage(NamedTuple):
     coverage: float  # real balls with a made image in them
 
 
-def measure_coverage(
-    real: NDArray[np.floating], made: NDArray[np.floating], k: int = NEIGHBOURS, block: int = BLOCK
-) -> Coverage:
-    """Returns those of features [N, D] and [M, D], of which real_points are more than k each."""
+def measure_coverage(real: NDArray[np.floating], made: NDArray[np.floating], k: int, block: int = BLOCK) -> Coverage:
+    """Returns those of features [N, D] and [M, D], more than k of each, by balls of k neighbours."""
     real_points, made_points = check_finite(real), check_finite(made)
     centre = real_points.mean(0)  # distances are differences of squares, which lose least near the origin
     real_points, made_points = real_points - centre, made_points - centre
@@ -50,10 +47,8 @@ def measure_coverage(
 
 def _reach(points: Array, k: int, block: int) -> Array:
     """Returns the squared distance of each point to its k-th nearest other one."""
-    found = np.empty(len(points))
-    for rows, squares in _blocks(points, points, block):
-        found[rows] = np.partition(squares, k, 1)[:, k]  # the nearest is the point itself
-    return found
+    nearest = (np.partition(squares, k, 1)[:, k] for _, squares in _blocks(points, points, block))
+    return np.concatenate(list(nearest))  # place 0 is the point itself
 
 
 def _blocks(one: Array, other: Array, block: int) -> Iterator[tuple[slice, Array]]:
