@@ -240,7 +240,7 @@ class TestParis:
             convert(paris / "expert_0")
 
     def test_what_it_has_learned_stays(self, paris):
-        with pytest.raises(InputError, match="reads text 16 wide, not 7"):
+        with pytest.raises(InputError, match="reads text 16 wide, which cannot be changed to 7"):
             convert(paris / "expert_0", Options(text_dim=7))
         for part in ("expert_0", "router"):
             with pytest.raises(InputError, match="has learned its positions, for latents 8 a side"):

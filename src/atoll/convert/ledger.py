@@ -75,9 +75,7 @@ class Ledger:
     def take(self, key: str) -> Tensor:
         """Returns a weight of the source in single precision."""
         if key not in self.source.weights:
-            raise InputError(
-                f"{self.source.path} lacks {key}: it is of another architecture, or not all of it is there"
-            )
+            raise InputError(f"{self.source.path} lacks {key}: it is incomplete, or of another architecture")
         self.consumed.add(key)
         return self.source.weights[key].float()
 
@@ -105,10 +103,8 @@ class Ledger:
         left = sorted(self.source.weights.keys() - self.consumed - self.dropped.keys())
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise InputError(
-                f"{self.source.path} has {printable(left[0], 100)}{more}, which this architecture does not know: "
-                "it is another"
-            )
+            keys = f"{printable(left[0], 100)}{more}"
+            raise InputError(f"{self.source.path} has {keys}, which this architecture does not know")
         with torch.device("meta"):
             network = kind(config)
         generator = torch.Generator().manual_seed(seed)

@@ -18,10 +18,8 @@ OBJECTIVES = {"flow_matching": "fm", "flow": "fm", "fm": "fm", "velocity": "fm",
 def convert_paris(source: Source, options: Options, format: Format) -> Converted:
     ledger, trunk = start(source, options, format)
     if trunk.input_size != ledger.source_size:
-        raise InputError(
-            f"{source.path} has learned its positions, for latents {ledger.source_size} a side: they cannot be "
-            f"{trunk.input_size}"
-        )
+        side, asked = ledger.source_size, trunk.input_size
+        raise InputError(f"{source.path} has learned its positions, for latents {side} a side: they cannot be {asked}")
     weights = ledger.weights
     weights["positions"] = weights["positions"].flatten(0, -2)
     if format is PARIS_ROUTER:
@@ -32,9 +30,7 @@ def convert_paris(source: Source, options: Options, format: Format) -> Converted
         return Converted(ledger.build(Router, config), ledger, format.name, LICENSE, notes=(note,))
     text_dim = weights["text_embed.weight"].shape[-1]
     if options.text_dim not in (None, text_dim):
-        raise InputError(
-            f"{source.path} reads text {text_dim} wide, not {options.text_dim}: its text encoder cannot be changed"
-        )
+        raise InputError(f"{source.path} reads text {text_dim} wide, which cannot be changed to {options.text_dim}")
     for cross in (f"blocks.{i}.cross" for i in range(trunk.depth)):
         for part in ("weight", "bias"):  # nn.MultiheadAttention has queries, keys and values in one
             q, k_v = weights.pop(f"{cross}.qkv.{part}").tensor_split([trunk.hidden_size])

@@ -169,9 +169,7 @@ def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare:
     unknown_keys = [key for key in info["unexpected_keys"] if not (spare and re.match(spare, key))]
     for fault, keys in (("lacks", info["missing_keys"]), ("has the unknown tensor", unknown_keys)):
         for key in sorted(keys):
-            raise InputError(
-                f"{place.where} {fault} {printable(key, 100)}: its weights are not those of the {name} it names"
-            )
+            raise InputError(f"{place.where} {fault} {printable(key, 100)}: its weights are not those of a {name}")
     for tensor in (*model.parameters(), *model.buffers()):
         # They may be mapped: then a file that is cut short kills the process, and sums round by where a tensor lies.
         tensor.data = tensor.data.clone()

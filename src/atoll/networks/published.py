@@ -57,9 +57,7 @@ def read_source(path: Path) -> Source:
     source = _read_folder(path) if path.is_dir() else _read_file(path)
     for name, tensor in source.weights.items():
         if not tensor.is_floating_point():
-            raise InputError(
-                f"{printable(name, 100)} in {source.path} holds {tensor.dtype}, not weights: give another checkpoint"
-            )
+            raise InputError(f"{printable(name, 100)} in {source.path} holds {tensor.dtype}, not weights: give another")
     return source
 
 
@@ -195,9 +193,7 @@ def _check_plain(weights: Mapping[str, Any], path: Path, size: int) -> None:
         num_bytes = tensor.numel() * tensor.itemsize
         total += num_bytes
         if num_bytes > tensor.untyped_storage().nbytes() or total > SHARED * size:
-            raise InputError(
-                f"{printable(name, 100)} in {path} claims more numbers than the file has: it is damaged, {AGAIN}"
-            )
+            raise InputError(f"{printable(name, 100)} in {path} claims more numbers than the file has: {AGAIN}")
     check_memory(total, str(path))
 
 

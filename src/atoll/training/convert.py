@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from atoll.convert import Converted, Options, check_out, convert, describe, save
 from atoll.convert.diffusers_export import export
@@ -96,12 +95,8 @@ def _calibration(converted: Converted, data: Dataset, text: TextEncoder, num: in
     assert converted.objective is not None
     view, nothing = DatasetView(data), torch.zeros(text.dim)
     prior = TextPrior(view.mean.float(), torch.zeros(text.dim, *view.shape), nothing, nothing, 0.0)
-    cpu = torch.device("cpu")
-
-    def network(x: Tensor, t: Tensor, *text: Tensor) -> Tensor:
-        prediction: Tensor = converted.network(x, t)
-        return prediction
-
     with torch.no_grad():
-        evaluated = evaluate_expert(network, converted.objective, view, text, cpu, num, min(num, 16), prior)
-    return evaluated.calibration
+        return evaluate_expert(
+            lambda x, t, *_: converted.network(x, t), converted.objective, view, text,
+            torch.device("cpu"), num, min(num, 16), prior,
+        ).calibration  # fmt: skip
