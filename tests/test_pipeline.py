@@ -704,8 +704,9 @@ class TestCommand:
     def test_prompts_that_are_no_file(self, model, tmp_path, capsys, monkeypatch):
         with (tmp_path / "huge").open("wb") as file:
             file.truncate(1 << 40)
+        os.mkfifo(tmp_path / "fifo")
         size = "larger than 16,777,216 bytes"
-        told = {"huge": size, "/dev/zero": size, ".": "Is a directory"}
+        told = {"fifo": "it is a FIFO", "huge": size, "/dev/zero": size, ".": "Is a directory"}
         for name, why in told.items():
             with pytest.raises(SystemExit):
                 self.run(model, tmp_path / "a", "--prompts", tmp_path / name)

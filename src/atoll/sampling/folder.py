@@ -121,6 +121,8 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 def _read_lines(file: str) -> list[str]:
     try:
+        if Path(file).is_fifo() and not file.startswith("/dev/fd/"):  # which a shell makes of <(...), with a writer
+            raise OSError("it is a FIFO, not a file")
         with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
             content = source.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
