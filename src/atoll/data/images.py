@@ -62,8 +62,8 @@ def read_image(source: bytes | Image.Image, transform: Transform) -> CroppedImag
             side = max(transform.size, transform.feature_size)
             image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded no larger than needed
             whole = upright(image)
-            pixels = np.asarray(square(whole, transform.size))
-            large = np.asarray(square(whole, side)) if side > transform.size else None
+            sides = dict.fromkeys((transform.size, side))  # one or two
+            pixels, *large = (np.asarray(ImageOps.fit(whole, (n, n), Image.Resampling.LANCZOS)) for n in sides)
             origin = _name(lossy or whole.tobytes())  # copies without loss have one name
     except Rejected:
         raise
@@ -73,7 +73,7 @@ def read_image(source: bytes | Image.Image, transform: Transform) -> CroppedImag
     if pixels.std((0, 1)).max() < transform.min_contrast:
         raise Rejected("blank image")
     thumb = np.asarray(Image.fromarray(pixels).resize((8, 8), Image.Resampling.BOX))
-    return CroppedImage(pixels, _name(pixels.tobytes()), thumb, likeness_of(pixels), origin, large)
+    return CroppedImage(pixels, _name(pixels.tobytes()), thumb, likeness_of(pixels), origin, *large)
 
 
 def _name(content: bytes) -> bytes:
@@ -103,13 +103,6 @@ def upright(image: Image.Image) -> Image.Image:
         paper = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(paper, image)
     return image.convert("RGB")
-
-
-def square(image: Image.Image, size: int) -> Image.Image:
-    """Scaled so that the shorter side is `size`, and its middle cut out."""
-    if image.size == (size, size):
-        return image
-    return ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
 
 
 def likeness_of(pixels: NDArray[np.uint8]) -> int:

@@ -16,7 +16,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from atoll.data.duplicates import Duplicates
 from atoll.data.images import CroppedImage, Transform
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, TRAIN, Shard, write_shard, write_sums
-from atoll.data.sources import DAMAGED, Item, Samples, Source, batched, readers
+from atoll.data.sources import DAMAGED, Item, Reader, Samples, Source, batched, readers
 from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import public_spec
@@ -49,14 +49,6 @@ BATCH = 64  # images at a time through the codec and the features
 SLOW_CHUNK = 32  # items per shard where each takes a second: a killed run loses what comes after its last shard
 NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 MAX_WORKERS = 1024
-
-
-class Census(NamedTuple):
-    """A source counted: its items, a digest of their keys, and a fixed sample of those without a fault."""
-
-    num_items: int
-    digest: str
-    sample: list[Item]
 
 
 class Encoders(NamedTuple):
@@ -174,24 +166,24 @@ def prepare(
     place, out = get_device(device), Path(out)
     with work_folder(out):
         text, features = make_text_encoder(settings.text), make_features(settings.features).to(place)
-        census = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
-        begun = _begin(out, source, settings, census, text, features)
+        listed, sample = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
+        begun = _begin(out, listed, settings, text, features)
         if isinstance(begun, DatasetCard):
             return begun
         if num_workers is None:
-            num_workers = 0 if census.num_items < CHUNK else os.cpu_count() or 1
+            num_workers = 0 if listed.items < CHUNK else os.cpu_count() or 1
         chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
         with readers(num_workers, transform_of(settings, features.size), chunk) as read:
             if not (out / "vae").exists():
-                sample = _sample(source, census, read, progress) if needs_sample(settings.codec) else None
-                codec = make_codec(settings.codec, sample=sample)
+                images = _read_sample(source, sample, read, progress) if needs_sample(settings.codec) else None
+                codec = make_codec(settings.codec, sample=images)
                 codec.latent_shape(settings.size)
                 write_json(out / DATASET, begun.values())
                 _save_whole(out, codec)
             codec = load_codec(out).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
             drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
             writer = ShardWriter(out / "shards", Encoders(codec, text, features, place), drop_near, settings.holdout)
-            with tqdm(total=census.num_items, initial=writer.num_items, desc="prepare", unit=" images", smoothing=0.1,
+            with tqdm(total=listed.items, initial=writer.num_items, desc="prepare", unit=" images", smoothing=0.1,
                       disable=not progress) as bar:  # fmt: skip
                 samples = read(islice(source.items(), writer.num_items, None))
                 for first in samples:
@@ -221,8 +213,8 @@ def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
     return Transform(settings.size, min_side, settings.max_aspect, feature_size=feature_size)
 
 
-def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> Census:
-    """Goes through the items of a source once, without a look at any image."""
+def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> tuple[SourceCard, list[Item]]:
+    """Returns the source's card and a fixed sample of its items without a fault, with no look at any image."""
     digest, num = hashlib.blake2b(digest_size=16), 0
     heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
     for num, item in enumerate(tqdm(source.items(), "count", unit=" images", disable=not progress, leave=False), 1):
@@ -233,21 +225,21 @@ def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> C
             (heapq.heappush if len(heap) < num_sample else heapq.heappushpop)(heap, (rank, num, item))
     if num == 0:
         raise InputError(f"there is no image in {source.place}: images end in .jpg, .png, .webp and the like")
-    return Census(num, digest.hexdigest(), [item for _, _, item in sorted(heap, key=lambda entry: entry[1])])
+    card = SourceCard(**source.describe(), items=num, keys=digest.hexdigest())
+    return card, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])]
 
 
 def _begin(
-    out: Path, source: Source, settings: PrepareSettings, census: Census, text: TextEncoder, features: Features
+    out: Path, source: SourceCard, settings: PrepareSettings, text: TextEncoder, features: Features
 ) -> BegunDatasetCard:
     """Returns the card of this run as far as it is known; one that is in the folder must be of this very run."""
     path = out / DATASET
-    source_values = {**source.describe(), "items": census.num_items, "keys": census.digest}
     specs = {part: public_spec(getattr(settings, part)) for part in ("codec", "text", "features")}
     current = BegunDatasetCard(
         format=FORMAT,
         complete=False,
         license=settings.license,
-        source=SourceCard(**source_values),
+        source=source,
         settings=PrepareCard(**asdict(settings) | specs),
         text=text.describe(),
         features=features.describe(),
@@ -258,8 +250,8 @@ def _begin(
         return current
     values = read_json(path, "delete the folder and prepare it again")
     begun = (DatasetCard if values.get("complete") else BegunDatasetCard).parse(values, str(path))
-    before = {**dict(begun.settings), **dict(begun.source)}
-    for key, value in (*current.settings, *current.source):
+    now, before = (vars(card.settings) | vars(card.source) for card in (current, begun))
+    for key, value in now.items():
         if before[key] != value:
             change = f"{key} was {shown(before[key])}, now {shown(value)}"
             change = "its images or captions have changed" if key in ("items", "keys") else change
@@ -269,11 +261,10 @@ def _begin(
     return begun
 
 
-def _sample(source: Source, census: Census, read: Callable[[Iterable[Item]], Samples], progress: bool) -> Tensor:
+def _read_sample(source: Source, sample: list[Item], read: Reader, progress: bool) -> Tensor:
     """Returns the images that a codec is fitted to."""
     faults, pixels = Counter[str](), []
-    samples, num = read(census.sample), len(census.sample)
-    for item, image in tqdm(samples, "fit codec", num, unit=" images", disable=not progress, leave=False):
+    for item, image in tqdm(read(sample), "fit codec", len(sample), unit=" images", disable=not progress, leave=False):
         if image is None:
             faults[item.fault] += 1
         else:

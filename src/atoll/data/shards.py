@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from io import BufferedReader
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 from atoll.cards import DatasetCard
 from atoll.errors import InputError, shown
-from atoll.storage import MAX_JSON, digest_of, known_digest, open_regular, read_bytes, reason_of, write_whole
+from atoll.storage import MAX_JSON, alone, digest_of, known_digest, open_regular, read_bytes, reason_of, write_whole
 from atoll.tensors import Entry, check_memory, read_header
 
 TRAIN, HELD_OUT = 0, 1
@@ -237,24 +238,18 @@ def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
     """Returns the shards of a folder that have rows, after a look whether each is what was written."""
     shards = [Shard(path, root) for path in sorted(place.glob("*.safetensors"))]
     try:
-        sums = _read_sums(place, root)
-        if sums is not None and not partial and (missing := sums.keys() - {shard.path.name for shard in shards}):
-            raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
-        for path in (shard.path for shard in shards):
-            if sums is not None and known_digest(path, root) != sums.get(path.name):
-                raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
+        if os.path.lexists(place / SUMS):  # there was a time when none were written
+            lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
+            matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
+            sums = {match[2]: match[1] for match in matches if match} if all(matches) else {}
+            if not partial and (missing := sums.keys() - {shard.path.name for shard in shards}):
+                raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
+            for path in (shard.path for shard in shards):
+                if known_digest(path, root) != sums.get(path.name):
+                    raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{place / SUMS} cannot be checked ({reason_of(error)}): {AGAIN}") from error
     return [shard for shard in shards if shard.num_rows]
-
-
-def _read_sums(place: Path, root: Path) -> dict[str, str] | None:
-    """Returns the SHA-256 of each shard of a folder; None for those that were written when none were noted."""
-    if not os.path.lexists(place / SUMS):
-        return None
-    lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
-    matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
-    return {match[2]: match[1] for match in matches if match} if all(matches) else {}
 
 
 def write_sums(place: Path, sums: Mapping[str, str]) -> None:
@@ -274,6 +269,16 @@ def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], strings: Mappin
     return digest_of(path)
 
 
+@contextmanager
+def open_to_regroup(folder: Path) -> Iterator[Dataset]:
+    """Opens DATA for this process alone, after the second rename of a partition that was cut short before it."""
+    DatasetCard.read(folder)  # says what is wrong with a folder that is none
+    with alone(folder):
+        if (folder / "clusters.old").exists() and not (folder / "clusters").exists():
+            os.replace(folder / "clusters.old", folder / "clusters")
+        yield Dataset.open(folder)
+
+
 def regroup(
     data: Dataset,
     cluster_of: NDArray[np.int64],
@@ -289,8 +294,6 @@ def regroup(
     """
     folder = data.folder
     staged, old = folder / "clusters.tmp", folder / "clusters.old"
-    if old.exists() and not (folder / "clusters").exists():
-        os.replace(old, folder / "clusters")  # a partition was cut short between its two renames
     for leftover in (staged, old):
         shutil.rmtree(leftover, ignore_errors=True)
     try:

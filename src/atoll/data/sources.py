@@ -65,6 +65,7 @@ class Item(NamedTuple):
 
 Sample = tuple[Item, CroppedImage | None]
 Samples = Iterator[Sample]
+Reader = Callable[[Iterable[Item]], Samples]
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def batched(values: Iterable[T], num: int) -> Iterator[list[T]]:
 
 
 @contextmanager
-def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[Callable[[Iterable[Item]], Samples]]:
+def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[Reader]:
     """Yields a function that reads items in their order, by num_workers processes some `num_ahead` items ahead of it.
 
     With no workers it reads them in this process.

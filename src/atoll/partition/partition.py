@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atoll.cards import PartitionCard, require_same
-from atoll.data.shards import Dataset, regroup
+from atoll.data.shards import Dataset, open_to_regroup, regroup
 from atoll.data.view import decode_rows
 from atoll.encoders.codecs import is_quick, load_codec
 from atoll.encoders.text import GOLDEN, split_mix
@@ -18,7 +18,6 @@ from atoll.errors import InputError, printable, unknown
 from atoll.partition.kmeans import METRICS, Centroids, assign, capacity_of, check_k, hierarchical, measure
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import cluster_map, contact_sheet
-from atoll.storage import alone
 
 METHODS = ("kmeans", "random", "label")
 CENTROIDS = "centroids.safetensors"
@@ -42,8 +41,7 @@ def partition(
         raise unknown("metric", metric, METRICS)
     if method == "random" and cap is not None:
         raise InputError("random clusters are of equal size already: leave --balance out")
-    with alone(Path(folder)):
-        data = Dataset.open(folder)
+    with open_to_regroup(Path(folder)) as data:
         notes, centroids = list[str](), None
         settings: dict[str, Any] = {"method": method, "seed": seed}
         if method == "kmeans":
@@ -70,8 +68,7 @@ def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -
     centroids = Centroids.load(existing / CENTROIDS)
     if (card.metric, card.features.dim) != (centroids.metric, centroids.fine.shape[1]):
         raise InputError(f"{existing} does not hold the centroids that it describes: copy it again from its source")
-    with alone(Path(folder)):
-        data = Dataset.open(folder)
+    with open_to_regroup(Path(folder)) as data:
         for part in ("features", "codec", "text"):
             require_same(getattr(data.card, part), getattr(card, part), part, data.folder, existing)
         if data.card.latent_shape != card.latent_shape:

@@ -361,27 +361,15 @@ class Pose(NamedTuple):
     rise: float = 0.0
 
 
-class Layer(NamedTuple):
-    """A drawing, cut to its bounding box."""
-
-    part: tuple[slice, slice]
-    inks: NDArray[np.intp]  # [inks]
-    shares: Array  # [h w, inks]
-    through: Array  # [h, w, 1]: how much of what lies below is seen
-
-
 @lru_cache(maxsize=1024)
-def _layer(shapes_of: Callable[..., Sequence[Shape]], size: int, rise: float, *what: str) -> Layer:
+def _layer(shapes_of: Callable[..., Sequence[Shape]], size: int, rise: float, *what: str) -> tuple[list[int], Array]:
+    """Returns the inks of a drawing, and the share of each in each pixel [S, S, inks]."""
     canvas = Canvas(size, rise)
     for method, *arguments in shapes_of(*what):
         getattr(canvas, method)(*arguments)
     labels = np.asarray(canvas.sheet).reshape(size, canvas.fine, size, canvas.fine)
-    inks = [ink for ink in np.unique(labels) if ink]
-    shares = np.stack([(labels == ink).mean((1, 3), dtype=np.float32) for ink in inks], -1)  # [S, S, inks]
-    ys, xs = (np.flatnonzero(shares.any((axis, 2))) for axis in (1, 0))
-    part = slice(ys[0], ys[-1] + 1), slice(xs[0], xs[-1] + 1)
-    shares = shares[part]
-    return Layer(part, np.array(inks), shares.reshape(-1, len(inks)), 1 - shares.sum(-1, keepdims=True))
+    inks = [int(ink) for ink in np.unique(labels) if ink]
+    return inks, np.stack([(labels == ink).mean((1, 3), dtype=np.float32) for ink in inks], -1)
 
 
 def paint(attributes: Mapping[str, str], pose: Pose, palette: Array, size: int) -> Array:
@@ -393,12 +381,9 @@ def paint(attributes: Mapping[str, str], pose: Pose, palette: Array, size: int) 
         layers.append(_layer(_hat, size, pose.rise, kind, hat))
     eyes = NONE if eyewear == "sunglasses" else pose.eyes
     layers.append(_layer(_eyes, size, pose.rise, kind, eyewear, eyes))
-    pixels = np.empty((size, size, palette.shape[1]), np.float32)
-    pixels[:] = palette[BACKGROUND]
-    for layer in layers:
-        below = pixels[layer.part]
-        below *= layer.through
-        below += (layer.shares @ palette[layer.inks]).reshape(below.shape)
+    pixels = np.broadcast_to(palette[BACKGROUND], (size, size, palette.shape[1]))
+    for inks, shares in layers:
+        pixels = pixels * (1 - shares.sum(-1, keepdims=True)) + shares @ palette[inks]
     return pixels
 
 
