@@ -362,14 +362,17 @@ class Pose(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _layer(shapes_of: Callable[..., Sequence[Shape]], size: int, rise: float, *what: str) -> tuple[list[int], Array]:
-    """Returns the inks of a drawing, and the share of each in each pixel [S, S, inks]."""
+def _layer(
+    shapes_of: Callable[..., Sequence[Shape]], size: int, rise: float, *what: str
+) -> tuple[Array, Array, list[int]]:
+    """Returns what a drawing leaves of each pixel [S, S, 1], the share of each ink in it [S, S, inks], and the inks."""
     canvas = Canvas(size, rise)
     for method, *arguments in shapes_of(*what):
         getattr(canvas, method)(*arguments)
     labels = np.asarray(canvas.sheet).reshape(size, canvas.fine, size, canvas.fine)
     inks = [int(ink) for ink in np.unique(labels) if ink]
-    return inks, np.stack([(labels == ink).mean((1, 3), dtype=np.float32) for ink in inks], -1)
+    shares = np.stack([(labels == ink).mean((1, 3), dtype=np.float32) for ink in inks], -1)
+    return 1 - shares.sum(-1, keepdims=True), shares, inks
 
 
 def paint(attributes: Mapping[str, str], pose: Pose, palette: Array, size: int) -> Array:
@@ -382,8 +385,8 @@ def paint(attributes: Mapping[str, str], pose: Pose, palette: Array, size: int) 
     eyes = NONE if eyewear == "sunglasses" else pose.eyes
     layers.append(_layer(_eyes, size, pose.rise, kind, eyewear, eyes))
     pixels = np.broadcast_to(palette[BACKGROUND], (size, size, palette.shape[1]))
-    for inks, shares in layers:
-        pixels = pixels * (1 - shares.sum(-1, keepdims=True)) + shares @ palette[inks]
+    for rest, shares, inks in layers:
+        pixels = pixels * rest + shares @ palette[inks]
     return pixels
 
 
