@@ -103,6 +103,7 @@ def test_the_peak_of_an_update(config, num, bf16, checkpointing):
         assert found > really_saved(config, num, bf16)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_and_the_more_so_in_deep_networks():
     def share(depth, **options):
         config = DiTConfig(**{**SMALL, "depth": depth})
@@ -164,6 +165,7 @@ def test_what_was_there_before_does_not_count_as_soon_as_there_is_a_view_of_it()
     assert watch.peak == made.untyped_storage().nbytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_largest_micro_batch_fits_and_one_more_does_not(checkpointing):
     config = CONFIGS["expert"]

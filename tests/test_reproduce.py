@@ -168,6 +168,7 @@ class TestPaperScale:
         assert {kept["settings"].model for kept in trained} == {"xl/2"}
         assert {kept["settings"].batch for kept in trained} == {32, 256}
 
+    @pytest.mark.slow
     def test_dry_run(self, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)
         main(["reproduce", *(name for name in NAMES if name != "experts"), "--recipe", PAPER, "--dry-run"])
