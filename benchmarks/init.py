@@ -8,7 +8,7 @@
 A class-conditional DiT, diffusers' own, learns noise prediction on clusters 0 and 1 with the linear betas of DDPM.
 `atoll convert` makes first weights of it, and `atoll train` experts of clusters 2 and 3 from these and from scratch:
 the same settings for both, none of them chosen by the outcome. What is told is how many steps the experts with first
-weights need to reach the held-out loss at which those from scratch end. Run again, it goes on where it was.
+weights need to reach the held-out loss at which those from scratch end. Rerun it to resume.
 """
 
 import os

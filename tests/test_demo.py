@@ -1,4 +1,4 @@
-"""`atoll demo` from end to end, with tiny settings: what it leaves, that it goes on, and that it repeats itself."""
+"""`atoll demo` from end to end, with tiny settings: what it leaves, that it resumes, and that it repeats itself."""
 
 import json
 import os

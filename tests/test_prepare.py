@@ -273,7 +273,7 @@ class TestSameBytes:
         assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
     def test_shards_of_another_size(self, tmp_path, monkeypatch):
-        """A run goes on after what it has, whatever the number of images per shard was."""
+        """A run resumes after what it has, whatever the number of images per shard was."""
         monkeypatch.setattr(module, "CHUNK", 48)
         make(tmp_path / "d")
         unfinish(tmp_path / "d")

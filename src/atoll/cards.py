@@ -168,7 +168,7 @@ class Counts(Card):
 
 
 class BegunDatasetCard(Card):
-    """What dataset.json says from the start: another run may go on only if it says the same."""
+    """What dataset.json says from the start: another run may resume only if it says the same."""
 
     format: int = FORMAT
     complete: bool

@@ -195,9 +195,13 @@ def make_readable(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-def write_json(path: Path, values: Any) -> None:
-    content = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def write_text(path: Path, content: str) -> None:
+    """Writes a text whole; half characters, as a name may hold them, are spelled out."""
     write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8", errors="backslashreplace"))
+
+
+def write_json(path: Path, values: Any) -> None:
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.errors import InputError, printable, shown
-from atoll.storage import digest_of, read_json, work_folder, write_json, write_whole
+from atoll.storage import digest_of, read_json, work_folder, write_json, write_text
 from atoll.tensors import get_device
 
 Row = tuple[Item, CroppedImage]
@@ -196,7 +196,7 @@ def prepare(
         for entry in (json.loads(line) for line in writer.rejected if DAMAGED in line):
             warnings.warn(f"{entry['key']}: {entry['reason']}", stacklevel=2)
         lines = "".join(line + "\n" for line in writer.rejected)
-        write_whole(out / "rejected.jsonl", lambda staged: staged.write_text(lines, encoding="utf-8"))
+        write_text(out / "rejected.jsonl", lines)
         _save_whole(out, text)
         write_sums(out / "shards", writer.sums)
         codec_card, shape = codec.describe(), list(codec.latent_shape(settings.size))

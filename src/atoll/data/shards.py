@@ -31,7 +31,17 @@ from tqdm import tqdm
 
 from atoll.cards import DatasetCard
 from atoll.errors import InputError, shown
-from atoll.storage import MAX_JSON, alone, digest_of, known_digest, open_regular, read_bytes, reason_of, write_whole
+from atoll.storage import (
+    MAX_JSON,
+    alone,
+    digest_of,
+    known_digest,
+    open_regular,
+    read_bytes,
+    reason_of,
+    write_text,
+    write_whole,
+)
 from atoll.tensors import Entry, check_memory, read_header
 
 TRAIN, HELD_OUT = 0, 1
@@ -255,7 +265,7 @@ def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
 def write_sums(place: Path, sums: Mapping[str, str]) -> None:
     """Notes the SHA-256 of each shard of a folder."""
     content = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
-    write_whole(place / SUMS, lambda staged: staged.write_text(content, encoding="ascii"))
+    write_text(place / SUMS, content)
 
 
 def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], strings: Mapping[str, Sequence[str]]) -> str:

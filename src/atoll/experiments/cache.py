@@ -55,8 +55,3 @@ class Snapshot(NamedTuple):
         arrays = {key: np.ascontiguousarray(array) for key, array in self.arrays.items()}
         metadata = {"content": json.dumps({"key": self.key, "about": self.about})}
         write_whole(folder / f"{name}.safetensors", lambda staged: save_file(arrays, staged, metadata))
-
-
-def write_text(path: Path, content: str) -> None:
-    """Writes a page whole; half characters, as a name may hold them, are spelled out."""
-    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8", errors="backslashreplace"))

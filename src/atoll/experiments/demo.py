@@ -42,7 +42,7 @@ from atoll.diffusion.solvers import uniform_times
 from atoll.encoders.codecs import load_codec, to_uint8
 from atoll.encoders.features import make_features
 from atoll.engines.train_all import Part
-from atoll.experiments.cache import Snapshot, write_text
+from atoll.experiments.cache import Snapshot
 from atoll.experiments.flops import counting, training_flops
 from atoll.experiments.graph import ModelNode, assemble_all, begun, train
 from atoll.experiments.images import COUNTED, Images, bytes_of, tensor_of
@@ -57,7 +57,7 @@ from atoll.sampling.expert import Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.sampling.settings import Sampling
-from atoll.storage import read_json, write_json, write_whole
+from atoll.storage import read_json, write_json, write_text, write_whole
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import ExpertSettings, RouterSettings, as_flags
 

@@ -24,7 +24,6 @@ from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
 from atoll.encoders.codecs import load_codec
 from atoll.errors import InputError, plural
-from atoll.experiments.cache import write_text
 from atoll.experiments.images import Images, RealImages, SampledImages
 from atoll.experiments.measure import Figures, MetricSuite, figure
 from atoll.experiments.sanity import CHECKED, LEAST, doubt_density, doubt_features, tells
@@ -37,7 +36,7 @@ from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.settings import Sampling
-from atoll.storage import resolved, work_folder, write_json
+from atoll.storage import resolved, work_folder, write_json, write_text
 
 ON_A_SHEET = 12
 REAL = "real images"

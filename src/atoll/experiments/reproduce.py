@@ -33,7 +33,6 @@ from atoll.data.download import PACKAGES
 from atoll.data.view import refuse_inside
 from atoll.engines.local import find_slots
 from atoll.errors import InputError
-from atoll.experiments.cache import write_text
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, Evaluation
 from atoll.experiments.flops import training_flops
 from atoll.experiments.graph import assemble_all, begun, train
@@ -45,7 +44,7 @@ from atoll.partition.partition import partition
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
 from atoll.processes import die_with_parent
-from atoll.storage import reason_of, write_json
+from atoll.storage import reason_of, write_json, write_text
 
 
 def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progress: bool = True) -> dict[str, Any]:

@@ -165,10 +165,11 @@ class Mixture:
         if self._logits is not None and (self._evaluations % routing.every or self._open == []):
             return
         rows = list(range(len(x))) if self._logits is None else self._open
-        logits = router(*_part(x, t, torch.tensor(rows, device=x.device)), self._router_text(rows))
-        if self._logits is None:
-            self._logits = logits
-        self._logits = self._logits.index_copy(0, torch.tensor(rows, device=logits.device), logits)
+        places = torch.tensor(rows, device=x.device)
+        logits = router(*_part(x, t, places), self._router_text(rows))
+        if self._logits is not None and len(rows) != len(x):
+            logits = self._logits.index_copy(0, places.to(logits.device), logits)
+        self._logits = logits
         self._open = rows
         if routing.confident is not None:
             top = probabilities(self._logits, self.ensemble.temperature, self.present).amax(1).tolist()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from atoll.cards import ExpertCard, ModelIndex
 from atoll.errors import printable
-from atoll.storage import read_bytes, write_whole
+from atoll.storage import read_bytes, write_text
 
 README, SAMPLES = "README.md", "samples.png"
 MAX_README = 1 << 20
@@ -84,7 +84,7 @@ def write_model_card(folder: Path, index: ModelIndex) -> None:
     """Writes the page, unless people have changed it: then it is theirs."""
     if is_ours(folder, index) or not os.path.lexists(folder / README):
         content = model_card(folder, index, (folder / SAMPLES).is_file())
-        write_whole(folder / README, lambda staged: staged.write_text(content, encoding="utf-8"))
+        write_text(folder / README, content)
 
 
 def is_ours(folder: Path, index: ModelIndex) -> bool:

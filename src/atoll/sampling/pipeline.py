@@ -302,7 +302,7 @@ class AtollPipeline:
             if callback is not None:
                 answer = callback(self, step.number, step.t, {"latents": step.x, "x0": step.x0})
                 if answer is not None and "latents" in answer:
-                    step.x.copy_(answer["latents"])  # the solver goes on from this very tensor
+                    step.x.copy_(answer["latents"])  # the solver continues from this very tensor
             bar.update()
             latents = step.x
             if self._interrupt:  # which one sets, as with diffusers

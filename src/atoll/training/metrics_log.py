@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from atoll.errors import InputError
-from atoll.storage import open_regular, parse_json, read_bytes, reason_of, write_whole
+from atoll.storage import open_regular, parse_json, read_bytes, reason_of, write_text
 
 NAME = "metrics.jsonl"
 MAX_METRICS = 1 << 28  # bytes; a million lines have 200 MB
@@ -54,7 +54,7 @@ class MetricsLog:
         """Forgets lines beyond a step, which will be trained again."""
         self.close()
         lines = "".join(_line(values) for values in read_metrics(self.folder) if values["step"] <= step)
-        write_whole(self.path, lambda staged: staged.write_text(lines))
+        write_text(self.path, lines)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
