@@ -43,7 +43,7 @@ from atoll.training.memory import (
     predict,
 )
 from atoll.training.settings import ExpertSettings
-from atoll.training.task import Tensors
+from atoll.training.task import Batch, Tensors
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,20 @@ class Noise:
     def describe(self) -> dict[str, Any]:
         return {}
 
-    def read(self, rows: NDArray[np.int64]) -> Tensors:
-        lengths = torch.randint(2, self.text_length + 1, (len(rows), 1))
-        lengths[::8] = self.text_length
-        return torch.randn(len(rows), *self.shape), torch.arange(self.text_length) < lengths
-
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
         t = self.objective.sample_times(num, generator)
         return t, torch.randn(num, *self.shape, generator=generator)
 
-    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (x0, mask), (t, eps) = batch, drawn
-        text = torch.randn(len(x0), self.text_length, self.case.text_dim)
-        return self.objective.loss(lambda x, t: network(x, t, text, mask), x0, eps, t)
+    def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
+        lengths = torch.randint(2, self.text_length + 1, (len(rows), 1))
+        lengths[::8] = self.text_length
+        mask = torch.arange(self.text_length) < lengths
+        t, eps = drawn
+        return Batch(torch.randn(len(rows), *self.shape), mask, t, eps, torch.zeros(len(rows)))
+
+    def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
+        text = torch.randn(len(batch.t), self.text_length, self.case.text_dim)
+        return self.objective.loss(lambda x, t: network(x, t, text, batch.ids), batch.latents, batch.eps, batch.t)
 
     def evaluate(self, sample: bool) -> tuple[dict[str, Any], None]:
         return {}, None
@@ -225,7 +226,9 @@ def num_parameters(config: DiTConfig | RouterConfig) -> int:
 def sampling_activations(config: DiTConfig) -> int:
     """The most bytes of a forward pass of two samples, one of them for guidance, with the text that was read."""
     with FakeTensorMode():
-        network = DiT(config).bfloat16()
+        network = DiT(config)
+        for p in network.parameters():
+            p.data = p.bfloat16()  # Module.to cannot swap fake tensors
         x = torch.empty(2, config.in_channels, config.input_size, config.input_size, dtype=torch.bfloat16)
         text = torch.empty(2, 77, config.text_dim or 1, dtype=torch.bfloat16)
         t = torch.empty(())

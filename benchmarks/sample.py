@@ -71,7 +71,9 @@ def main() -> None:
     torch.set_num_threads(1)
     inputs = make_inputs(args.batch)
     null = torch.randn(1, 2, TEXT_DIM, generator=torch.Generator().manual_seed(1))
-    prompts = Prompts.of(inputs.text, inputs.mask, null)
+    lengths = inputs.mask.sum(1).tolist()
+    texts = (*(text[None, :length].clone() for text, length in zip(inputs.text, lengths, strict=True)), null)
+    prompts = Prompts(texts, tuple(range(args.batch)), (args.batch,) * args.batch)
     experts = [VelocityExpert(make_atoll().eval(), Transfer(Prediction.VELOCITY, LINEAR)) for _ in range(NUM_EXPERTS)]
     router = make_router(args.batch)
     monolith, ensemble = Ensemble(experts[:1]), Ensemble(experts, router)

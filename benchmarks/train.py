@@ -32,7 +32,7 @@ from atoll.training.expert import ExpertTask
 from atoll.training.loop import train
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import ExpertSettings
-from atoll.training.task import Tensors
+from atoll.training.task import Batch
 
 MODEL = f"{WIDTH}x{DEPTH}/2"
 
@@ -47,22 +47,23 @@ class Interrupted(ExpertTask):
         self.step, self.end = step, time.perf_counter()
         self.seconds: dict[str, list[float]] = {"bare step": [], "whole loop": []}
 
-    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
+    def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
         begin = time.perf_counter()
         self.step()
         end = time.perf_counter()
         self.seconds["whole loop"].append(begin - self.end)
         self.seconds["bare step"].append(end - begin)
         self.end = end
-        return super().loss(network, batch, drawn)
+        return super().loss(network, batch, host)
 
 
 def loop_against_step(data: Path, folder: Path, rounds: int, batch: int) -> None:
     settings = ExpertSettings(model=MODEL, batch=batch, steps=rounds + 3, log_every=5, sample_every=0)
     bare = ExpertTask(Dataset.open(data, 0), settings, CPU)
-    _, latents, ids = bare.read(torch.arange(batch).numpy())
-    tokens, mask = bare.text.encode(ids)
-    t, target = torch.rand(batch), torch.randn_like(latents)
+    read = bare.read(torch.arange(batch).numpy(), bare.draw(batch, torch.Generator().manual_seed(0)))
+    latents, t = read.latents.float(), read.t
+    tokens, mask = bare.text.encode(read.ids)
+    target = torch.randn_like(latents)
     task = Interrupted(Dataset.open(data, 0), settings, CPU)
     task.start(make_step(bare.network, lambda: bare.network(latents, t, tokens, mask), target))
     train(lambda device: task, settings, folder, progress_bar=False)

@@ -1,8 +1,9 @@
 """A GPU that is not there: tensors that say they are on `cuda:0` and compute on the CPU, with real values.
 
 It fails where a GPU would, when tensors of two devices meet, and counts by call site what would stall one: looking at a
-value, copying to the host, and operations whose result has a size that depends on values. (Fake tensors cannot do
-this here: their autograd needs a build with CUDA, and without values no code can decide anything.)
+value, copying to the host, copying from memory that is not pinned, and operations whose result has a size that
+depends on values. (Fake tensors cannot do this here: their autograd needs a build with CUDA, and without values no code
+can decide anything.)
 """
 
 import sys
@@ -45,6 +46,9 @@ class GpuTensor(Tensor):
         tensor.held = held
         return tensor
 
+    def record_stream(self, stream: "Stream") -> None:
+        _gpu().log.append(("record_stream", stream.name, tuple(self.shape)))
+
     def __repr__(self, **_: Any) -> str:
         return f"GpuTensor({list(self.shape)}, {self.dtype})"
 
@@ -56,15 +60,13 @@ class GpuTensor(Tensor):
             return first.to(args[1].device, args[1].dtype, *args[2:], **kwargs)
         if name == "pad_sequence":  # it makes its result in C++, where ours are on the CPU
             return GpuTensor(func(*tree_map(_held, args), **kwargs))
-        if name == "to" and sys._getframe(1).f_globals["__name__"] == "torch.nn.utils.clip_grad":
-            return first  # it groups tensors by the device that C++ sees, and moves nothing
+        if name == "to" and sys._getframe(1).f_globals["__name__"] in ("torch.nn.utils.clip_grad", "torch.optim.adam"):
+            return first  # they group tensors by the device that C++ sees, and move nothing
         if name in ("cpu", "numpy", "tolist") or (name == "to" and _target(args, kwargs) == "cpu"):
             _gpu().stall(name)
             with torch._C.DisableTorchFunctionSubclass():
                 host = _leave(first)
             return host if name == "cpu" else getattr(host, name)(*args[1:], **kwargs)
-        if name == "pin_memory":
-            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -96,12 +98,52 @@ def _target(args: Any, kwargs: Any) -> str | None:
     return None
 
 
+class Stream:
+    """A queue of the device; here all of them run at once, and what they are told is written down."""
+
+    def __init__(self, name: Any = "side") -> None:
+        self.name = name if isinstance(name, str) else "side"
+
+    def wait_event(self, event: "Event") -> None:
+        _gpu().log.append(("wait", self.name, event.number))
+
+
+class Event:
+    number = 0
+
+    def record(self, stream: Stream) -> None:
+        Event.number += 1
+        self.number = Event.number
+        _gpu().log.append(("record", stream.name, self.number))
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    gpu = _gpu()
+    gpu.stream, before = stream, gpu.stream
+    yield
+    gpu.stream = before
+
+
 class Gpu(TorchDispatchMode):
     """The device, while it is there; `stalls` are counted by call site in atoll."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stalls: Counter[str] = Counter()
+        self.log: list[tuple[Any, ...]] = []  # copies to the device, and what streams and events are told
+        self.stream = Stream("default")
+        self.pinned: dict[int, torch.UntypedStorage] = {}
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, GpuTensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
+        copy = tensor.clone()
+        self.pinned[copy.untyped_storage().data_ptr()] = copy.untyped_storage()
+        return copy
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, GpuTensor) and tensor.untyped_storage().data_ptr() in self.pinned
 
     def stall(self, what: str) -> None:
         frame: Any = sys._getframe()
@@ -137,9 +179,13 @@ class Gpu(TorchDispatchMode):
             self.stall(f"{func} by an index on the host")
         if func is aten.copy_.default and not isinstance(args[0], GpuTensor):
             self.stall("copy to the host")
-        waits = copies and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-        if waits and not isinstance(tensors[-1], GpuTensor) and (to_gpu or tensors[-1].dim()):
-            self.stall("blocking copy to the device")
+        source = tensors[-1] if tensors else None
+        if copies and source is not None and not isinstance(source, GpuTensor) and (to_gpu or source.dim()):
+            if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+                self.stall("blocking copy to the device")
+            elif not self.is_pinned(source):  # the driver copies it to pinned memory first, and waits for that
+                self.stall("copy to the device from memory that is not pinned")
+            self.log.append(("copy", self.stream.name, tuple(source.shape)))
         held = {id(tensor.held): tensor for tensor in on_gpu}
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
         kwargs.pop("pin_memory", None)
@@ -180,13 +226,23 @@ def _gpu() -> Gpu:
     return _running[-1]
 
 
+def _pinned(tensor: Tensor) -> Tensor:
+    return _gpu().pin(tensor)
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return _gpu().is_pinned(tensor)
+
+
 @contextmanager
 def simulated_gpu() -> Iterator[Gpu]:
     """A machine with one GPU, as far as Python can tell."""
     gpu = Gpu()
     _running.append(gpu)
     patches = {"is_available": lambda: True, "_lazy_init": lambda: None, "device_count": lambda: 1,
-               "is_bf16_supported": lambda including_emulation=True: True, "current_device": lambda: 0}  # fmt: skip
+               "is_bf16_supported": lambda including_emulation=True: True, "current_device": lambda: 0,
+               "Stream": Stream, "Event": Event, "stream": on_stream,
+               "current_stream": lambda device: gpu.stream}  # fmt: skip
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("atoll.")]
@@ -198,6 +254,7 @@ def simulated_gpu() -> Iterator[Gpu]:
                 patched.enter_context(mock.patch.object(module, "save_file", _save_held))
             patched.enter_context(mock.patch.multiple(torch.cuda, **patches))
             patched.enter_context(mock.patch.multiple(torch, **makers))
+            patched.enter_context(mock.patch.multiple(Tensor, pin_memory=_pinned, is_pinned=_is_pinned))
             patched.enter_context(gpu)
             yield gpu
     finally:

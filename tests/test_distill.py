@@ -36,6 +36,7 @@ from atoll.training import distill as module
 from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import DistillSettings, read_recipe
+from atoll.training.task import Batch
 from test_assemble import parts
 from test_ensemble import ClosedForm, perfect, transfers_of
 from test_loop import figures
@@ -97,15 +98,20 @@ def task_of(model: Path, data: Path, **changes: object) -> DistillTask:
     return DistillTask(Dataset.open(data), replace(QUICK, **changes), CPU, teacher_of(model, **changes))
 
 
-def step_of(task: DistillTask, seed: int = 0, dropped: bool | None = None) -> tuple[tuple[Tensor, ...], ...]:
-    """A batch and its random numbers."""
+def step_of(task: DistillTask, seed: int = 0, dropped: bool | None = None) -> Batch:
     drawn = task.draw(12, torch.Generator().manual_seed(seed))
     if dropped is not None:
         drawn = (*drawn[:2], torch.full((12,), dropped))
-    return task.read(np.arange(seed, seed + 12)), drawn
+    return task.read(np.arange(seed, seed + 12), drawn)
 
 
-def target_of(task: DistillTask, batch: tuple[Tensor, ...], drawn: tuple[Tensor, ...]) -> Tensor:
+def rows_of(task: DistillTask, rows: np.ndarray) -> np.ndarray:
+    """The rows of the data that a batch of these rows has, in its order."""
+    at = task.view.train[rows]
+    return at[np.argsort(task.experts[at].numpy(), kind="stable")]
+
+
+def target_of(task: DistillTask, batch: Batch) -> Tensor:
     """What the loss compares the network with: where a network that says nothing is wrong by."""
     told: list[Tensor] = []
     teach = task.teacher.velocity
@@ -115,7 +121,7 @@ def target_of(task: DistillTask, batch: tuple[Tensor, ...], drawn: tuple[Tensor,
         return told[-1]
 
     object.__setattr__(task.teacher, "velocity", listen)
-    loss = task.loss(lambda x, t, *text: torch.zeros_like(x), batch, drawn)
+    loss = task.loss(lambda x, t, *text: torch.zeros_like(x), batch, batch)
     object.__delattr__(task.teacher, "velocity")
     torch.testing.assert_close(loss, (told[0] ** 2).flatten(1).mean(1))
     return told[0]
@@ -184,9 +190,9 @@ class TestPerfectTeachers:
     def test_so_the_right_student_has_no_loss_left(self, data, by):
         """Through the task itself, on real latents as large as pictures are."""
         task = task_of_oracle(data, by)
-        batch, drawn = step_of(task)
-        oracle, at = ORACLES[task], LINEAR(drawn[0].double())
-        labels = batch[3]
+        batch = step_of(task)
+        oracle, at = ORACLES[task], LINEAR(batch.t.double())
+        labels = batch.labels
 
         def right(x: Tensor, t: Tensor, *text: Tensor) -> Tensor:
             flat = x.double().flatten(1)
@@ -195,8 +201,8 @@ class TestPerfectTeachers:
             found = [oracle.estimate(flat, at, int(k)) for k in range(3)]
             return torch.stack([found[int(k)].eps[i] - found[int(k)].x0[i] for i, k in enumerate(labels)]).view(x.shape)
 
-        assert float(task.loss(right, batch, drawn).max()) < 1e-10
-        assert float(task.loss(lambda x, t, *text: right(x, t) + 1e-2, batch, drawn).min()) > 9e-5
+        assert float(task.loss(right, batch, batch).max()) < 1e-10
+        assert float(task.loss(lambda x, t, *text: right(x, t) + 1e-2, batch, batch).min()) > 9e-5
 
 
 ORACLES: dict[DistillTask, ClusteredGaussians] = {}
@@ -230,15 +236,16 @@ class TestTarget:
     def test_by_label_it_is_that_of_the_expert_alone(self, data, model, scale):
         """Against guidance as a closure over each expert's own network, a sample at a time."""
         task = task_of(model, data, guidance=scale)
-        batch, drawn = step_of(task, dropped=False)
-        found = target_of(task, batch, drawn)
-        (rows, x0, ids, places), (t, eps, _) = batch, drawn
+        batch = step_of(task, dropped=False)
+        found = target_of(task, batch)
+        x0, ids, t, eps, places = batch
+        rows = rows_of(task, np.arange(12))
         assert torch.equal(places, torch.from_numpy(Dataset.open(data).clusters())[rows])
         experts = [VelocityExpert.of(Expert.load(model / f"expert_{k}")) for k in range(3)]
         text = load_text_encoder(data)
         for i in range(12):
             one = experts[int(places[i])]
-            x = ((1 - t[i]) * x0[i] + t[i] * eps[i])[None]
+            x = ((1 - t[i]) * x0[i].float() + t[i] * eps[i])[None]
             texts = [one.read_text(*text.encode(i_d)) for i_d in (ids[i : i + 1], text.null_ids())]
             with torch.no_grad():
                 cond, uncond = (one.velocity(x, t[i : i + 1], own) for own in texts)
@@ -247,12 +254,12 @@ class TestTarget:
 
     def test_by_the_router_it_is_what_the_pipeline_samples_with(self, data, model):
         task = task_of(model, data, teacher="router", guidance=2.0)
-        (rows, x0, ids, experts), drawn = step_of(task, dropped=False)
         t = torch.full((12,), 0.6)
-        found = target_of(task, (rows, x0, ids, experts), (t, *drawn[1:]))
+        batch = step_of(task, dropped=False)._replace(t=t)
+        found = target_of(task, batch)
         seen = []
         pipe = AtollPipeline.from_pretrained(model)
-        x = 0.4 * x0 + 0.6 * drawn[1]
+        x, rows = 0.4 * batch.latents.float() + 0.6 * batch.eps, rows_of(task, np.arange(12))
         prompts = module.Prompts.encode(pipe.text_encoder, Dataset.open(data).strings("caption", rows.tolist()))
         u = Mixture(pipe.ensemble, prompts, routing=ROUTINGS["router"], guidance=2.0, trace=seen.append)(x, t[0])
         torch.testing.assert_close(found, u, rtol=1e-4, atol=1e-4)
@@ -262,17 +269,17 @@ class TestTarget:
         found = {}
         for by in ROUTINGS:
             task = task_of(model, data, teacher=by)
-            found[by] = target_of(task, *step_of(task, dropped=False))
+            found[by] = target_of(task, step_of(task, dropped=False))
             assert found[by].shape == (12, *task.view.shape)
-        rows = [task.read(np.arange(12))[0] for task in (task_of(model, data, teacher=by) for by in ("router", "top1"))]
-        assert torch.equal(*rows)
+        tasks = (task_of(model, data, teacher=by) for by in ("router", "top1"))
+        assert torch.equal(*(step_of(task).latents for task in tasks))
         assert not torch.allclose(found["router"], found["top1"])
         assert not torch.allclose(found["router"], found["top2"])
 
     def test_a_dropped_text_is_not_guided(self, data, model):
         plain, strong = (task_of(model, data, guidance=scale) for scale in (1.0, 5.0))
         without_text, with_text = (
-            [target_of(task, *step_of(task, dropped=dropped)) for task in (plain, strong)] for dropped in (True, False)
+            [target_of(task, step_of(task, dropped=dropped)) for task in (plain, strong)] for dropped in (True, False)
         )
         torch.testing.assert_close(*without_text, rtol=1e-3, atol=1e-4)
         assert not torch.allclose(*with_text, atol=1e-2)
@@ -282,7 +289,7 @@ class TestTarget:
     def test_paging_changes_nothing(self, data, model, by):
         whole, paged = (task_of(model, data, teacher=by, guidance=2.0, max_resident=most) for most in (None, 1))
         for seed in range(3):
-            assert torch.equal(*(target_of(task, *step_of(task, seed)) for task in (whole, paged)))
+            assert torch.equal(*(target_of(task, step_of(task, seed)) for task in (whole, paged)))
 
     def test_a_student_in_bfloat16(self, data, model, tmp_path):
         """Its teacher computes as it does, paged or not."""
@@ -299,20 +306,22 @@ class TestTarget:
         unload = FolderExpert.unload
         monkeypatch.setattr(FolderExpert, "unload", lambda self: (unloaded.append(self), unload(self)))
         for seed in range(4):
-            batch, drawn = step_of(task, seed)
+            batch = step_of(task, seed)
             for first in range(0, 12, 2):
-                some = slice(first, first + 2)
-                task.loss(task.network, tuple(b[some] for b in batch), tuple(d[some] for d in drawn))
+                some = batch.part(slice(first, first + 2))
+                task.loss(task.network, some, some)
         assert len(unloaded) <= 4 * 3
 
     def test_the_order_within_a_batch_knows_nothing_of_the_noise(self, data, model):
         task = task_of(model, data)
         rows = np.random.default_rng(0).permutation(task.num_rows)[:12]
-        at, latents, ids, experts = task.read(rows)
-        assert sorted(at.tolist()) == sorted(task.view.train[rows].tolist())
-        assert torch.equal(latents, task.view.latents(at.numpy()))
-        assert torch.equal(ids, task.view.tokens(at.numpy()))
-        assert experts.tolist() == sorted(experts.tolist())
+        t, eps, _ = task.draw(12, torch.Generator().manual_seed(0))
+        batch, at = task.read(rows, (t, eps, torch.zeros(12, dtype=torch.bool))), rows_of(task, rows)
+        assert torch.equal(batch.latents.float(), task.view.latents(at))
+        assert torch.equal(batch.ids, task.view.tokens(at)[:, : batch.ids.shape[1]])
+        assert batch.labels.tolist() == sorted(batch.labels.tolist())
+        assert torch.equal(batch.t, t)
+        assert torch.equal(batch.eps, eps)
 
     def test_a_teacher_that_breaks_is_not_learned_from(self, data, model, tmp_path):
         for name in ("expert_0", "expert_1", "expert_2", "router"):
@@ -491,7 +500,7 @@ class TestMissing:
             teacher = teacher_of(fewer, teacher="router")
         task = DistillTask(Dataset.open(data), replace(QUICK, teacher="router"), CPU, teacher)
         assert task.num_rows == task_of(model, data).num_rows
-        assert torch.isfinite(target_of(task, *step_of(task))).all()
+        assert torch.isfinite(target_of(task, step_of(task))).all()
 
 
 class TestBadInput:

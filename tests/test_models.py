@@ -210,17 +210,6 @@ def test_bfloat16():
 
 
 @pytest.mark.slow
-def test_compile():
-    """Whole with the text read outside, and right if not."""
-    dit = small()
-    x, t, text, mask = inputs()
-    whole, context = torch.compile(dit, fullgraph=True), dit.read_text(text, mask)
-    torch.testing.assert_close(whole(x, t, context), dit(x, t, context), rtol=1e-4, atol=1e-4)
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(dit)(x, t, text, mask), dit(x, t, text, mask), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_papers_expert_trains():
     """xl/2, batch 1, forward and backward: about 5 GB."""

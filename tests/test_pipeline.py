@@ -28,11 +28,13 @@ from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling import pipeline as module
 from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import draw_noise, image_generators
+from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.folder import file_name, read_metadata, write_image
 from atoll.sampling.pipeline import AtollPipeline, ImageTrace, Samples
 from atoll.sampling.routing import get_routing
 from atoll.storage import alone, digest_of
 from atoll.training.expert import train_expert
+from simulated_gpu import CUDA, simulated_gpu
 from test_assemble import KINDS, QUICK, edit, parts
 
 PROMPTS = ["a pink ghost with a yellow party hat on a blue background", "a robot", "", "a green frog"]
@@ -220,6 +222,43 @@ class TestCallback:
 
         with pytest.raises(RuntimeError, match="enough"):
             pipe("a", seed=0, callback_on_step_end=fail, **FEW)
+
+
+class TestOnAGpu:
+    """A simulated one."""
+
+    def test_a_step_stalls_it_once(self, model):
+        options = {"seed": 0, "previews": 2, "output_type": "latent", "progress": False}
+        with simulated_gpu() as gpu:
+            pipe, counts = AtollPipeline(model, device=CUDA), []
+            for steps in (2, 4, 7):  # the first loads the experts
+                gpu.stalls.clear()
+                pipe(PROMPTS, num_inference_steps=steps, routing="full" if steps == 2 else "top1", **options)
+                counts.append(sum(gpu.stalls.values()))
+            assert counts[2] - counts[1] == 3, gpu.stalls
+
+    @pytest.mark.filterwarnings("ignore:the velocity of expert_1")
+    @pytest.mark.parametrize("fails_below", [0.0, 0.6])
+    def test_images_and_traces_are_those_of_the_cpu(self, model, monkeypatch, fails_below):
+        """Also where an expert fails on the way, so that the batch is made again."""
+        velocity = VelocityExpert.velocity
+
+        def failing(self: FolderExpert, x: torch.Tensor, t: torch.Tensor, *text: object) -> torch.Tensor:
+            u = velocity(self, x, t, *text)
+            return torch.where(t < fails_below, torch.nan, u) if self.path.name == "expert_1" else u
+
+        monkeypatch.setattr(VelocityExpert, "velocity", failing)
+        options = {"seed": 0, "previews": 2, "output_type": "np", "routing": "full", **FEW}
+        expected = AtollPipeline(model)(PROMPTS, **options)
+        with simulated_gpu():
+            found = AtollPipeline(model, device=CUDA)(PROMPTS, **options)
+        np.testing.assert_allclose(found.images, expected.images, atol=1e-3)
+        for ours, theirs in zip(found.trace, expected.trace, strict=True):
+            assert ours.times == theirs.times
+            torch.testing.assert_close(ours.weights, theirs.weights, atol=1e-4, rtol=1e-4)
+            assert [preview.t for preview in ours.previews] == [preview.t for preview in theirs.previews] == [1, 0.5]
+            for one, other in zip(ours.previews, theirs.previews, strict=True):
+                torch.testing.assert_close(one.x0, other.x0, atol=1e-3, rtol=1e-3)
 
 
 class TestTrace:

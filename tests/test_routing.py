@@ -109,8 +109,6 @@ def test_probabilities():
     )  # softmax first would leave nothing
     everyone = torch.ones(3, dtype=torch.bool)
     assert probabilities(logits.bfloat16(), 1.0, everyone).dtype == torch.float32
-    with pytest.raises(InputError, match="logits are not finite"):
-        probabilities(logits * torch.nan, 1.0, everyone)
 
 
 @pytest.mark.parametrize("spec", ["top1", "full", "sample", "oracle", "topk", "threshold", "by_time"])

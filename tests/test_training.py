@@ -379,18 +379,18 @@ class TestRouter:
         task = router_module.RouterTask(
             Dataset.open(data), RouterSettings(model="xs/1", text=False), torch.device("cpu")
         )
-        batch = task.read(np.arange(8))
         t, eps = torch.ones(8), torch.randn(8, *task.view.shape)
+        batch = task.read(np.arange(8), (t, eps, torch.zeros(8, dtype=torch.bool)))
         seen = []
 
         def network(x, t):
             seen.append(x)
             return torch.zeros(8, 3)
 
-        task.loss(network, batch, (t, eps, torch.zeros(8, dtype=torch.bool)))
+        task.loss(network, batch, batch)
         assert torch.equal(seen[0], eps)
-        task.loss(network, batch, (0 * t, eps, torch.zeros(8, dtype=torch.bool)))
-        assert torch.equal(seen[1], batch[1])
+        task.loss(network, batch._replace(t=0 * t), batch)
+        assert torch.equal(seen[1], batch.latents.float())
         assert LINEAR.data_time == 0
 
 
@@ -615,7 +615,8 @@ class TestFirstWeights:
             train_expert(data, None, replace(QUICK, steps=2, model=model, seed=seed), folder / name, progress=False)
         return folder
 
-    @pytest.mark.parametrize("how", [pytest.param("all", marks=pytest.mark.slow), "by number"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("how", ["all", "by number"])
     def test_all_experts_at_once(self, data, pretrained, tmp_path, how, capsys):
         a, b = pretrained / "a", pretrained / "b"
         init = str(a) if how == "all" else f"1={b},0={a}"

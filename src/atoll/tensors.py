@@ -158,3 +158,10 @@ def get_device(name: torch.device | str) -> torch.device:
         if (device.index or 0) < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0):
             return device
     raise InputError(f"there is no device {str(name)!r} here: give auto, cpu, cuda or cuda:N")
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor to a device without waiting for it: from pinned memory, for else the copy is not asynchronous."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -18,7 +18,7 @@ from atoll.training.settings import DistillSettings, ExpertSettings, RouterSetti
 FILES = (
     *("fetch", "prepare", "partition", "assign", "inspect"),
     *("train", "train_router", "train_all", "assemble", "distill", "sample", "convert"),
-    *("evaluate", "reproduce", "demo"),
+    *("evaluate", "reproduce", "demo", "doctor"),
 )
 VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from atoll.errors import InputError, unknown
+from atoll.tensors import send
 
 
 class Coefficients(NamedTuple):
@@ -165,14 +166,16 @@ class DDPMTable(Schedule):
         log_alpha2 = F.logsigmoid(log_snr)
         start, rate = _table(self, log_snr.dtype, log_snr.device)
         step = torch.searchsorted(-start, -log_alpha2.contiguous(), right=True).sub(1).clamp(0, self.num_steps - 1)
-        return (step - 1 + (log_alpha2 - start[step]) / rate[step]) / (self.num_steps - 1)
+        # By `take`, for indexing looks at a 0-d index, which stalls a device.
+        return (step - 1 + (log_alpha2 - start.take(step)) / rate.take(step)) / (self.num_steps - 1)
 
     def _log_alpha2(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """log alpha^2 and its derivative in t."""
         start, rate = _table(self, t.dtype, t.device)
         position = t * (self.num_steps - 1) + 1  # 0 is data, i + 1 is step i of the table
         step = position.detach().long().clamp(0, self.num_steps - 1)
-        return (start[step] + rate[step] * (position - step)).clamp(max=0), rate[step] * (self.num_steps - 1)
+        within = rate.take(step)
+        return (start.take(step) + within * (position - step)).clamp(max=0), within * (self.num_steps - 1)
 
 
 @lru_cache
@@ -180,7 +183,7 @@ def _table(schedule: DDPMTable, dtype: torch.dtype, device: torch.device) -> tup
     """log alpha^2 where each step starts, and its rate within the step."""
     rate = torch.log1p(-schedule.betas)
     start = F.pad(torch.cumsum(rate, 0), (1, 0))[:-1]
-    return start.to(device, dtype), rate.to(device, dtype)
+    return send(start.to(dtype), device), send(rate.to(dtype), device)
 
 
 LINEAR = Linear()

@@ -2,6 +2,8 @@
 
 A solver is a pure function of a velocity, a start and a descending grid of times. It hands the velocity one
 0-d time for the whole batch. The native samplers walk an expert's own schedule instead, as DDPM did.
+
+Times stay on the host, where a look at them costs nothing; the velocity gets those of a copy, sent once, where x is.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from torch import Tensor
 from atoll.diffusion.prediction import Estimate
 from atoll.diffusion.schedules import Schedule, check_times
 from atoll.errors import InputError, unknown
+from atoll.tensors import send
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """(x, t) -> dx/dt on the canonical path."""
@@ -26,7 +29,7 @@ class Step(NamedTuple):
     """What a solver shows to whoever watches it, after each step."""
 
     number: int  # from 0
-    t: Tensor  # where the velocity was taken, 0-d
+    t: Tensor  # where the velocity was taken, 0-d, on the host
     x: Tensor  # where it led
     x0: Tensor  # the clean sample that the velocity at t points to
 
@@ -46,9 +49,9 @@ def uniform_times(num_steps: int) -> Tensor:
 
 def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 1, one evaluation a step."""
-    grid = _grid(times, x)
+    grid, sent = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
-        u = velocity(x, t)
+        u = velocity(x, sent[i])
         x, before = x + (t_next - t) * u, x
         _show(on_step, i, t, x, before, u)
     return x
@@ -60,11 +63,11 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = 
     A step to t = 0 takes the first slope alone, which costs no order: at t = 0 itself the noise in a sample is zero,
     and an x0-predicting expert's error divided by it would be all there is.
     """
-    grid = _grid(times, x)
+    grid, sent = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
-        u = velocity(x, t)
-        u_end = velocity(x + h * u, t_next) if t_next > 0 else u
+        u = velocity(x, sent[i])
+        u_end = velocity(x + h * u, sent[i + 1]) if t_next > 0 else u
         x, before = x + h * (u + u_end) / 2, x
         _show(on_step, i, t, x, before, u)
     return x
@@ -72,11 +75,12 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = 
 
 def midpoint(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 2: the slope at the middle; two evaluations a step, never one at t = 0."""
-    grid = _grid(times, x)
+    grid, sent = _grid(times, x)
+    middles = sent[:-1] + sent.diff() / 2
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
-        u = velocity(x, t)
-        u_middle = velocity(x + h / 2 * u, t + h / 2)
+        u = velocity(x, sent[i])
+        u_middle = velocity(x + h / 2 * u, middles[i])
         x, before = x + h * u_middle, x
         _show(on_step, i, t, x, before, u)
     return x
@@ -84,11 +88,11 @@ def midpoint(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | Non
 
 def multistep(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
     """Order 2: Adams-Bashforth from the last two slopes, for any step sizes; one evaluation a step."""
-    grid = _grid(times, x)
+    grid, sent = _grid(times, x)
     last: tuple[Tensor, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
-        u = velocity(x, t)
+        u = velocity(x, sent[i])
         slope = u
         if last is not None:
             u_last, h_last = last
@@ -105,10 +109,10 @@ def dpm2m(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None =
     At t = 1 and t = 0 that coordinate is infinite. The steps that touch an end are of order 1 there, which at
     t = 0 means: the sample is the last x0.
     """
-    grid = _grid(times, x)
+    grid, sent = _grid(times, x)
     last: tuple[Tensor, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(grid)):
-        u = velocity(x, t)
+        u = velocity(x, sent[i])
         x0 = x - t * u
         h = torch.logit(1 - t_next) - torch.logit(1 - t)  # in log((1 - t) / t)
         ahead = x0
@@ -150,9 +154,10 @@ def ddim(
     Time 0 in the grid stands for clean data, also on a table, whose own step 0 still has some noise. With a list of
     generators, one per sample, a sample does not depend on the batch it is in.
     """
-    for t_grid, t_next in pairwise(_grid(times, x)):
+    grid, sent = _grid(times, x)
+    for i, (t_grid, t_next) in enumerate(pairwise(grid)):
         t = schedule.inside(t_grid)
-        x0, eps = denoise(x, t)
+        x0, eps = denoise(x, schedule.inside(sent[i]))
         alpha, sigma, _, _ = schedule(t)
         after = t_next if t_next > 0 else torch.full_like(t_next, schedule.data_time)
         alpha_next, sigma_next, _, _ = schedule.coefficients(after)
@@ -173,16 +178,16 @@ def _noise_like(x: Tensor, generator: Generators) -> Tensor:
     if isinstance(generator, Sequence):
         return torch.cat([_noise_like(one, g) for one, g in zip(x.split(1), generator, strict=True)])
     device = x.device if generator is None else generator.device
-    return torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+    return send(torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype), x.device)
 
 
-def _grid(times: Tensor, x: Tensor) -> Tensor:
-    """The grid checked, in the precision of x (at least single) and where x is."""
-    grid = times.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+def _grid(times: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The grid checked, in the precision of x (at least single): on the host, and where x is."""
+    grid = times.to("cpu", torch.float64 if x.dtype == torch.float64 else torch.float32)
     if grid.dim() != 1 or len(grid) < 2 or not bool((grid.diff() < 0).all()):
         raise InputError("a time grid is at least two times, each below the one before")
     check_times(grid)
-    return grid.to(x.device)
+    return grid, send(grid, x.device)
 
 
 def _show(on_step: OnStep | None, number: int, t: Tensor, x: Tensor, before: Tensor, u: Tensor) -> None:

@@ -9,7 +9,7 @@ what `calibrated` is for.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from atoll.diffusion.prediction import Estimate, Prediction, estimate
 from atoll.diffusion.schedules import LINEAR, Schedule, broadcast, check_times, interior
 from atoll.errors import InputError, unknown
+from atoll.tensors import send
 
 Predict = Callable[[Tensor, Tensor], Tensor]
 """A network on its own schedule: (x, t) -> its prediction. Text and the like are bound before."""
@@ -46,6 +47,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         levels, gains = self.log_snr, self.gain
+        if levels.device.type != "cpu":  # sent there by `to`, once it was checked
+            return
         finite = all(bool(torch.isfinite(values).all()) for values in (levels, gains, self.mean))
         rise = levels.dim() == 1 and len(levels) > 0 and bool((levels.diff() > 0).all())
         if not finite or not rise or levels.shape != gains.shape or bool((gains.clamp(0, 1) != gains).any()):
@@ -61,6 +64,9 @@ class Calibration:
             gains.append(gain.clamp(0, 1))
         return cls(torch.stack(levels).float(), torch.stack(gains).float(), mean)
 
+    def to(self, device: torch.device) -> "Calibration":
+        return Calibration(*(send(values, device) for values in (self.log_snr, self.gain, self.mean)))
+
     def gain_at(self, log_snr: Tensor) -> Tensor:
         """g, linear in log-SNR between the levels measured.
 
@@ -74,8 +80,9 @@ class Calibration:
             known = gains[0].expand_as(inside)
         else:
             right = torch.searchsorted(levels, inside.contiguous()).clamp(1, len(levels) - 1)
-            share = (inside - levels[right - 1]) / (levels[right] - levels[right - 1])
-            known = torch.lerp(gains[right - 1], gains[right], share)
+            # By `take`, for indexing looks at a 0-d index, which stalls a device.
+            share = (inside - levels.take(right - 1)) / (levels.take(right) - levels.take(right - 1))
+            known = torch.lerp(gains.take(right - 1), gains.take(right), share)
         noisier, cleaner = torch.exp((log_snr - levels[0]).clamp(max=0)), torch.exp((levels[-1] - log_snr).clamp(max=0))
         return (1 - (1 - known) * cleaner) * noisier
 
@@ -123,6 +130,10 @@ class Transfer:
         object.__setattr__(self, "conversion", Conversion(self.conversion or default))
         if self.conversion is Conversion.CALIBRATED and self.calibration is None:
             raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")
+
+    def to(self, device: torch.device) -> "Transfer":
+        """The same, with what was measured on the device."""
+        return self if self.calibration is None else replace(self, calibration=self.calibration.to(device))
 
     def velocity(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Tensor:
         """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample.

@@ -166,7 +166,7 @@ class Evaluation:
                 "name": card.source.name,
                 "cluster": self.view.data.cluster,
                 "fingerprint": self.view.fingerprint,
-                "codec": card.codec.fingerprint,
+                "codec": card.codec.images,
                 "license": card.license,
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
@@ -279,7 +279,7 @@ class Evaluation:
         pipe = AtollPipeline.from_pretrained(
             contender.model, device=self.suite.device, conversion=contender.sampling.conversion
         )
-        if pipe.index.latent_space.codec.fingerprint != self.view.data.card.codec.fingerprint:
+        if pipe.index.latent_space.codec.images != self.view.data.card.codec.images:
             warnings.warn(
                 f"{contender.name} has another codec than the data: its images are measured against what the codec "
                 "of the data gives back",

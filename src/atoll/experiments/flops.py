@@ -35,6 +35,7 @@ def training_flops(settings: ExpertSettings | RouterSettings, data: Path, cluste
         task = ExpertTask(dataset, settings, cpu)
     rows = np.arange(settings.batch) % task.num_rows
     drawn = task.draw(settings.batch, torch.Generator().manual_seed(0))
+    batch = task.read(rows, drawn)
     with counting() as total:
-        task.loss(task.network, task.read(rows), drawn).sum().backward()
+        task.loss(task.network, batch, batch).sum().backward()
         return float(total()) * settings.steps

@@ -81,7 +81,7 @@ class RealImages(ImageSet):
     as_quilts: bool = False
 
     def about(self, span: slice) -> dict[str, Any]:
-        data, codec = self.view.fingerprint, self.view.data.card.codec.fingerprint
+        data, codec = self.view.fingerprint, self.view.data.card.codec.images
         return {"data": data, "codec": codec, "rows": self.rows[span].tolist(), "as_quilts": self.as_quilts}
 
     def read(self, span: slice) -> Images:

@@ -166,7 +166,8 @@ class TimeEmbedding(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         angle = (self.scale * t.float())[:, None] * frequencies(self.shift, t.device)  # [B, 128]
         waves = torch.cat([torch.cos(angle), torch.sin(angle)], 1)
-        return self.mlp(waves.to(next(self.parameters()).dtype))  # [B, d]
+        first, *_ = self.mlp.parameters()
+        return self.mlp(waves.to(first.dtype))  # [B, d]
 
 
 def frequencies(shift: int = 0, device: torch.device | None = None) -> Tensor:
@@ -221,8 +222,8 @@ class Trunk(Stored):
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
         """Returns each block's keys and values for tokens[B, L, text_dim], mask[B, L] True where there is a token.
 
-        No work is done on padding: the projections see only real tokens, attention only the longest text. How many that
-        are is a question to the device; where that hurts (CUDA graphs, torch.compile) read the text outside.
+        On the CPU, where a look at the mask costs nothing, no work is done on padding: the projections see only real
+        tokens, attention only the longest text. On a GPU a look would stall it: cut texts before they are sent there.
         """
         dim = self.config.text_dim
         assert self.text_embed is not None, "this network was built without text (text_dim is None): pass no text to it"
@@ -231,18 +232,20 @@ class Trunk(Stored):
         if mask is not None:
             assert mask.shape == tokens.shape[:2], f"the text mask has shape {list(mask.shape)}, not that of the text"
             mask = mask.bool()
+        packed = mask is not None and tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        if mask is not None and packed:
             assert bool(mask.any(1).all()), "a text has no token at all: encode the empty string, which has one"
             length = int(mask.any(0).nonzero()[-1]) + 1
             tokens, mask = tokens[:, :length], mask[:, :length]  # cut to the longest text
             if bool(mask.all()):
-                mask = None  # there is nothing to hide
-        real = tokens if mask is None else tokens[mask]  # [B, L, text_dim] or [all real tokens, text_dim]
+                mask, packed = None, False  # there is nothing to hide
+        real = tokens[mask] if packed else tokens  # [all real tokens, text_dim] or [B, L, text_dim]
         real = self.text_embed(real)  # [..., d]
 
         def keys_values(block: Block) -> tuple[Tensor, Tensor]:
             assert block.cross is not None
             kv = block.cross.kv(real)  # [..., 2d]
-            if mask is not None:
+            if mask is not None and packed:
                 kv = kv.new_zeros(*mask.shape, kv.shape[-1]).masked_scatter(mask[..., None], kv)  # [B, L, 2d]
             keys, values = kv.unflatten(2, (2, self.config.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, L, d/H]
             return keys, values

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atoll.errors import InputError
 from atoll.networks.centroid_router import mean_token
-from atoll.tensors import check_finite
+from atoll.tensors import check_finite, send
 
 RIDGES = tuple(10.0**power for power in range(-5, 2))  # times the mean variance of the texts
 EVERY = 5  # of each five rows one judges the ridge
@@ -33,7 +33,8 @@ class TextPrior:
         dim = len(self.centre)
         if self.weight.shape != (dim, *self.mean.shape) or self.null.shape != (dim,) or not self.limit >= 0:
             raise InputError(f"a text prior for texts {dim} wide and latents {list(self.mean.shape)} does not fit")
-        check_finite({name: part for name, part in vars(self).items() if name != "limit"}, "the text prior")
+        if self.mean.device.type == "cpu":  # elsewhere the look would stall the device
+            check_finite({name: part for name, part in vars(self).items() if name != "limit"}, "the text prior")
 
     @classmethod
     def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
@@ -67,7 +68,7 @@ class TextPrior:
         return self.mean + scale.view(-1, *[1] * self.mean.dim()) * off
 
     def to(self, device: torch.device) -> "TextPrior":
-        mean, weight, centre, null = (part.to(device) for part in (self.mean, self.weight, self.centre, self.null))
+        mean, weight, centre, null = (send(part, device) for part in (self.mean, self.weight, self.centre, self.null))
         return TextPrior(mean, weight, centre, null, self.limit)
 
 

@@ -4,6 +4,9 @@ Each sample of a batch has its own weights over the experts. An expert sees only
 halves of guidance in one batch, and reads only their texts. Whether all experts are in memory or one at a time, every
 sum is taken in the same order: the images are the same to the bit.
 
+On a device one copy to the host per evaluation says which samples each expert is run on, and `full` needs none. A look
+for values that are not finite would stall it more often: there they are looked for once, at the end (`generate`).
+
 A text's keys and values leave memory with their expert. At the paper's size they are 20 MB per text and expert, so
 those of 16 prompts and 8 experts would be as large as an expert; reading them anew is a fortieth of a step's work.
 """
@@ -29,6 +32,7 @@ from atoll.networks.expert import Expert
 from atoll.networks.router import Router
 from atoll.sampling.expert import FolderExpert, Prompts, Shape, TextCache, VelocityExpert
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
+from atoll.tensors import send
 
 Logits = Callable[[Tensor, Tensor, Any], Tensor]
 """A router as a function: (x, t, None) -> logits[B, K]."""
@@ -37,6 +41,7 @@ Logits = Callable[[Tensor, Tensor, Any], Tensor]
 class Routed(NamedTuple):
     """What an ensemble shows to whoever watches it, at each evaluation."""
 
+    number: int  # from 0
     t: Tensor
     weights: Tensor  # [B, K]
     evaluated: tuple[int, ...]  # the experts that were run, in the order in which they were
@@ -116,7 +121,9 @@ class Ensemble:
 class Mixture:
     """(x, t) -> velocity for one batch on its way from noise to data: texts read, and routes taken, are kept.
 
-    `oracle` routing needs labels[B], `sample` a generator per image.
+    `oracle` routing needs labels[B], `sample` a generator per image. An expert whose velocity of a sample is not finite
+    is left out of its run if that is `checked`, by default on the CPU, where a look is free. Else what is not finite
+    stays so: it is left to the caller.
     """
 
     ensemble: Ensemble
@@ -126,10 +133,17 @@ class Mixture:
     labels: Tensor | None = None
     generators: Sequence[torch.Generator] | None = None
     trace: Trace | None = None
+    checked: bool | None = None
 
     def __post_init__(self) -> None:
         ensemble = self.ensemble
-        self.present = ensemble.present[None].clone()  # [1 or B, K]: what fails on a sample is taken out of its run
+        if self.checked is None:
+            self.checked = ensemble.device.type == "cpu"
+        # What labels decide is known on the host.
+        place = torch.device("cpu") if self.routing.name == "oracle" else ensemble.device
+        # [1 or B, K]: what fails on a sample is taken out of its run
+        self.present = send(ensemble.present[None].clone(), place)
+        self._is_flow = send(ensemble.is_flow, place)
         self._alone = int(ensemble.present.sum()) == 1
         if ensemble.router is None and not self._alone and self.routing.name not in NEED_NO_ROUTER:
             raise InputError(f"the experts need a router for routing {self.routing.name!r}: give one")
@@ -143,85 +157,117 @@ class Mixture:
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """Returns dx/dt at canonical (x, t), t 0-d or one per sample."""
         assert self.prompts is None or len(self.prompts.positive) == len(x)
-        if not bool(torch.isfinite(x).all()):
+        if self.checked and not bool(torch.isfinite(x).all()):
             raise InputError("x holds values that are not finite: use smaller guidance or more steps")
         if len(self.present) != len(x):
-            self.present = self.ensemble.present.expand(len(x), -1).clone()
-        self._ask_router(x, t)
-        self._evaluations += 1
-        weights = self._weights(x, t, list(range(len(x))))
+            self.present = self.present[:1].repeat(len(x), 1)
+        was_asked = self._ask_router(x, t)
+        p = self._probabilities(x)
+        weights = self._weights(p, x, t, None)
+        rows_of = self._rows_of(weights, p.amax(1, keepdim=True) if was_asked else None)
         while True:
-            velocity, failed = self._mixed(x, t, weights)
+            velocity, failed = self._mixed(x, t, weights, rows_of)
             if not failed:
+                self._evaluations += 1
                 return velocity
             # The others keep their weights: no image depends on what happened to another of its batch.
-            weights = weights.index_copy(0, torch.tensor(failed, device=x.device), self._weights(x, t, failed))
+            places = torch.tensor(failed, device=weights.device)
+            weights = weights.index_copy(0, places, self._weights(self._probabilities(x), x, t, failed))
+            rows_of = self._rows_of(weights)
 
-    def _ask_router(self, x: Tensor, t: Tensor) -> None:
-        """Brings the router's answers up to date, where they are needed."""
+    def failed(self) -> list[int]:
+        """Returns the experts that were left out of some sample's run; none, if that was not checked."""
+        if not self.checked:
+            return []
+        failed: list[int] = (self.ensemble.present & ~self.present.cpu()).any(0).nonzero().flatten().tolist()
+        return failed
+
+    def _ask_router(self, x: Tensor, t: Tensor) -> bool:
+        """Brings the router's answers up to date, where they are needed; returns whether it was asked."""
         router, routing = self.ensemble.router, self.routing
         if router is None or self._alone or routing.name == "oracle":
-            return
+            return False
         if self._logits is not None and (self._evaluations % routing.every or self._open == []):
-            return
-        rows = list(range(len(x))) if self._logits is None else self._open
-        places = torch.tensor(rows, device=x.device)
-        logits = router(*_part(x, t, places), self._router_text(rows))
-        if self._logits is not None and len(rows) != len(x):
-            logits = self._logits.index_copy(0, places.to(logits.device), logits)
-        self._logits = logits
-        self._open = rows
-        if routing.confident is not None:
-            top = probabilities(self._logits, self.ensemble.temperature, self.present).amax(1).tolist()
-            self._open = [row for row in rows if top[row] < routing.confident]
+            return False
+        self._open = list(range(len(x))) if self._logits is None else self._open
+        places = _places(self._open, x)
+        logits = send(router(*_part(x, t, places), self._router_text(self._open)), x.device)
+        if self.checked and bool(torch.isnan(logits).any()):
+            raise InputError("the router's logits are not finite: use smaller guidance, or another router")
+        self._logits = logits if places is None or self._logits is None else self._logits.index_copy(0, places, logits)
+        return True
 
-    def _weights(self, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
-        """Returns w[rows, K]."""
-        present = self.present[rows]
-        if self._alone:
-            return present.to(x)
+    def _probabilities(self, x: Tensor) -> Tensor:
+        """Returns p[B, K] by the router's last answers; equal shares if it was asked for none."""
         if self._logits is None:
-            p = mask_missing(x.new_ones(len(rows), present.shape[1]), present)
-        else:
-            p = probabilities(self._logits[rows], self.ensemble.temperature, present).to(x.device)
-        weights = self.routing.weights(
-            p,
-            t if t.dim() == 0 else t[rows],
-            labels=None if self.labels is None else self.labels[rows],
-            generators=None if self.generators is None else [self.generators[row] for row in rows],
-            is_flow=self.ensemble.is_flow,
-        )
+            return mask_missing(torch.ones_like(self.present, dtype=x.dtype), self.present)
+        return probabilities(self._logits, self.ensemble.temperature, self.present)
+
+    def _weights(self, p: Tensor, x: Tensor, t: Tensor, rows: list[int] | None) -> Tensor:
+        """Returns w[B, K], or w[rows, K]."""
+        present, labels, generators = self.present, self.labels, self.generators
+        if rows is not None:
+            p, present, t = p[rows], present[rows], t if t.dim() == 0 else t[rows]
+            labels = None if labels is None else labels[rows]
+            generators = None if generators is None else [generators[row] for row in rows]
+        if self._alone:
+            return present.to(x.dtype)
+        weights = self.routing.weights(p, t, labels=labels, generators=generators, is_flow=self._is_flow)
         weights = mask_missing(weights, present).to(x.dtype)
         # What rounding would swallow is not run: also `full` costs little where the router is sure.
-        return torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
+        weights = torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
+        if self._logits is not None and not self.checked:  # a policy would hide it: any expert can be the first of NaNs
+            weights = weights.masked_fill(torch.isnan(self._logits).any(1, keepdim=True), torch.nan)
+        return weights
 
-    def _mixed(self, x: Tensor, t: Tensor, weights: Tensor) -> tuple[Tensor, list[int]]:
+    def _rows_of(self, weights: Tensor, top: Tensor | None = None) -> dict[int, list[int]]:
+        """Returns the samples that each expert is run on: those that give it weight, by one copy to the host.
+
+        No copy is needed for one expert, nor for `full` on a device, where all are run on all. `top`[B, 1] is how sure
+        the router is if it was asked; the same copy then says which samples it will be asked about again.
+        """
+        confident = None if top is None else self.routing.confident
+        if confident is None and (self._alone or (self.routing.name == "full" and not self.checked)):
+            rows = list(range(len(weights)))
+            return {k: rows for k, expert in enumerate(self.ensemble.experts) if expert is not None}
+        copied = (weights if top is None else torch.cat([weights, top], 1)).cpu()
+        if confident is not None:
+            self._open = [row for row in self._open if float(copied[row, -1]) < confident]
+        chosen = copied[:, : weights.shape[1]] != 0
+        return {k: rows for k, own in enumerate(chosen.T) if (rows := own.nonzero().flatten().tolist())}
+
+    def _mixed(self, x: Tensor, t: Tensor, weights: Tensor, rows_of: dict[int, list[int]]) -> tuple[Tensor, list[int]]:
         """Returns the sum of the experts' velocities, each of those samples that give it weight.
 
         If an expert fails on some samples, it is left out of their run, and it is these that are returned.
         """
-        chosen = weights.cpu() > 0
-        needed = chosen.any(0).nonzero().flatten().tolist()
-        order = sorted(needed, key=lambda number: not self.ensemble.is_resident(number))
-        parts: dict[int, tuple[Tensor, Tensor]] = {}
+        weights = send(weights, x.device)
+        order = sorted(rows_of, key=lambda number: not self.ensemble.is_resident(number))
+        parts: dict[int, tuple[Tensor | None, Tensor]] = {}
         for number in order:
-            rows = chosen[:, number].nonzero().flatten()
-            places = rows.to(x.device)
+            rows = rows_of[number]
+            places = _places(rows, x)
+            part, times = _part(x, t, places)
             try:
-                u = self._velocity_of(number, *_part(x, t, places), rows.tolist())
-                bad = ~torch.isfinite(u).flatten(1).all(1).cpu()
+                u = self._velocity_of(number, part, times, rows)
             except NotFiniteError:  # its weights themselves
-                bad = torch.ones(len(rows), dtype=torch.bool)
-            if bool(bad.any()):
-                self._leave_out(number, failed := rows[bad].tolist())
-                return x, failed
+                u = torch.full_like(part, torch.nan)
+            if self.checked:
+                bad = ~torch.isfinite(u).flatten(1).all(1).cpu()
+                if bool(bad.any()):
+                    self._leave_out(number, failed := torch.tensor(rows)[bad].tolist())
+                    return x, failed
             parts[number] = places, u
         if self.trace is not None:
-            self.trace(Routed(t, weights, tuple(order)))
+            self.trace(Routed(self._evaluations, t, weights, tuple(order)))
         total = torch.zeros_like(x)
-        for number in needed:  # in this order also when `order` is another, for the same rounding
+        for number in rows_of:  # in this order also when `order` is another, for the same rounding
             places, u = parts[number]
-            total.index_add_(0, places, broadcast(weights[places, number], u) * u)
+            if places is not None:
+                total.index_add_(0, places, broadcast(weights[places, number], u) * u)
+                continue
+            weight = broadcast(weights[:, number], u)
+            total += weight * u if self.checked else torch.where(weight == 0, 0, weight * u)  # not 0 * inf
         return total, []
 
     def _velocity_of(self, number: int, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
@@ -243,9 +289,14 @@ class Mixture:
         warnings.warn(f"{fault}: it is left out, and its weight goes to the others", stacklevel=4)
 
 
-def _part(x: Tensor, t: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x and t of some samples; as they are, if these are all."""
-    return (x, t) if len(places) == len(x) else (x[places], t if t.dim() == 0 else t[places])
+def _places(rows: list[int], x: Tensor) -> Tensor | None:
+    """Returns the numbers of some samples where x is; None: these are all."""
+    return None if len(rows) == len(x) else send(torch.tensor(rows), x.device)
+
+
+def _part(x: Tensor, t: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns x and t of some samples."""
+    return (x, t) if places is None else (x[places], t if t.dim() == 0 else t[places])
 
 
 def _router_text(
@@ -257,7 +308,7 @@ def _router_text(
     if isinstance(router, Router):
         return TextCache(lambda tokens: router.read_text(tokens.to(device)), prompts).context
     logits = torch.cat([router.read_text(prompts.texts[number]) for number in prompts.positive])  # [B, K]
-    return lambda rows: logits[rows]
+    return lambda rows: _part(logits, logits, _places(rows, logits))[0]
 
 
 # --- from noise to latents ----------------------------------------------------------------------------------------
@@ -289,12 +340,22 @@ def generate(
     on_step: OnStep | None = None,
     trace: Trace | None = None,
 ) -> Tensor:
-    """Returns latents [B, C, S, S], one per seed, from noise at times[0] to times[-1]; by default 50 even steps."""
-    generators = image_generators(seeds)
-    x = draw_noise(generators, ensemble.shape).to(ensemble.device)
-    velocity = Mixture(ensemble, prompts, routing, guidance, labels, generators, trace)
-    with torch.no_grad():
+    """Returns latents [B, C, S, S], one per seed, from noise at times[0] to times[-1]; by default 50 even steps.
+
+    On a device no value is looked at on the way. If the latents are not finite, they are all made again with every
+    value checked, as on the CPU; `on_step` and `trace` then see that from number 0 on.
+    """
+    on_cpu = ensemble.device.type == "cpu"
+
+    @torch.no_grad()
+    def solve(checked: bool) -> Tensor:
+        generators = image_generators(seeds)
+        x = send(draw_noise(generators, ensemble.shape), ensemble.device)
+        velocity = Mixture(ensemble, prompts, routing, guidance, labels, generators, trace, checked)
         return get_solver(solver)(velocity, x, uniform_times(50) if times is None else times, on_step)
+
+    latents = solve(checked=on_cpu)
+    return latents if on_cpu or bool(torch.isfinite(latents).all()) else solve(checked=True)
 
 
 SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
@@ -308,7 +369,7 @@ def generate_native(
     """Returns latents [B, C, S, S], one per seed, by one expert on its own schedule, guided in what it predicts."""
     field, schedule = VelocityExpert.of(expert, Conversion.EXACT), expert.objective.path
     generators = image_generators(seeds)
-    x = draw_noise(generators, field.shape).to(field.device)
+    x = send(draw_noise(generators, field.shape), field.device)
     texts = TextCache(field.read_text, prompts)
     predict = guided(field.predict, guidance, lambda both: texts.context(range(len(seeds)), both))
 

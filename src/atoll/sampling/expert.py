@@ -4,11 +4,12 @@ A text's keys and values belong to one network. Each distinct text is read alone
 sees depends neither on the others in its batch nor on when the expert came into memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
 from atoll.networks.text_prior import TextPrior
 from atoll.storage import known_digest
-from atoll.tensors import read_tensors
+from atoll.tensors import read_tensors, send
 
 Shape = tuple[int, ...]
 
@@ -44,10 +45,11 @@ class VelocityExpert:
     resident = True
 
     def __init__(self, network: DiT, transfer: Transfer, prior: TextPrior | None = None) -> None:
-        self.network, self.transfer, config = network, transfer, network.config
+        self.network, config = network, network.config
         self.shape = config.in_channels, config.input_size, config.input_size
         self.is_flow = transfer.prediction is Prediction.VELOCITY
         self.device = network.patch_embed.weight.device
+        self.transfer = transfer.to(self.device)
         self.prior = None if prior is None else prior.to(self.device)
 
     @classmethod
@@ -133,6 +135,24 @@ class FolderExpert(VelocityExpert):
 # --- texts --------------------------------------------------------------------------------------------------------
 
 
+class EncodedTexts(NamedTuple):
+    """Texts with what is known of them on the host, so that no device is asked for it."""
+
+    tokens: Tensor  # [B, L, text_dim]
+    ids: Tensor  # [B, L], on the host
+    lengths: Sequence[int]  # how many tokens of each are to be seen
+
+    @classmethod
+    def of(cls, encoder: TextEncoder, ids: Tensor) -> Self:
+        tokens, _ = encoder.encode(ids)
+        return cls(tokens, ids, encoder.lengths(ids))
+
+    def split(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Yields the ids of each text, and its tokens[1, L, text_dim] in memory of their own; none is padding."""
+        for text, ids, length in zip(self.tokens, self.ids.tolist(), self.lengths, strict=True):
+            yield tuple(ids[:length]), text[None, :length].clone()
+
+
 @dataclass(frozen=True, eq=False)
 class Prompts:
     """The texts of a batch, each distinct one once, and which of them each sample follows and is guided away from."""
@@ -147,30 +167,20 @@ class Prompts:
         negatives = [negative] * len(prompts) if isinstance(negative, str) else negative
         assert len(negatives) == len(prompts)
         distinct = list(dict.fromkeys((*prompts, *negatives)))
-        encoded = cls.of(*encoder.encode(encoder.tokenize(distinct)))
+        encoded = cls.of(EncodedTexts.of(encoder, encoder.tokenize(distinct)))
         number = dict(zip(distinct, encoded.positive, strict=True))
         return cls(encoded.texts, tuple(number[text] for text in prompts), tuple(number[text] for text in negatives))
 
     @classmethod
-    def of(
-        cls, tokens: Tensor, mask: Tensor | None, null: Tensor | None = None, null_mask: Tensor | None = None
-    ) -> Self:
-        """From tokens[B, L, text_dim] with mask[B, L], and a null text for all samples or one for each."""
-        texts = _without_padding(tokens, mask) + ([] if null is None else _without_padding(null, null_mask))
-        keys = [text.cpu().contiguous().view(torch.uint8).numpy().tobytes() for text in texts]
-        distinct = dict(zip(keys, texts, strict=True))
-        numbers = {key: number for number, key in enumerate(distinct)}
-        positive, negative = (
-            tuple(numbers[key] for key in part) for part in (keys[: len(tokens)], keys[len(tokens) :])
-        )
-        if len(negative) == 1:
-            negative *= len(positive)
-        return cls(tuple(text[None] for text in distinct.values()), positive, None if null is None else negative)
-
-
-def _without_padding(tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Returns each text's real tokens: [L, text_dim]."""
-    return list(tokens) if mask is None else [text[real] for text, real in zip(tokens, mask.bool(), strict=True)]
+    def of(cls, texts: EncodedTexts, null: EncodedTexts | None = None) -> Self:
+        """From a text per sample, and a null text for all samples or one for each; equal ids are one text."""
+        positive, negative = list(texts.split()), [] if null is None else list(null.split())
+        distinct = dict(chain(positive, negative))
+        numbers = {ids: number for number, ids in enumerate(distinct)}
+        follow, avoid = (tuple(numbers[ids] for ids, _ in part) for part in (positive, negative))
+        if len(avoid) == 1:
+            avoid *= len(follow)
+        return cls(tuple(distinct.values()), follow, None if null is None else avoid)
 
 
 class TextCache:
@@ -205,7 +215,7 @@ def _put_together(texts: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
     lengths = torch.tensor([len(text) for text, _ in texts])
     mask = None
     if len({len(text) for text, _ in texts}) > 1:
-        mask = (torch.arange(batch.shape[1]) < lengths[:, None])[:, None, None].to(batch.device)
+        mask = send((torch.arange(batch.shape[1]) < lengths[:, None])[:, None, None], batch.device)
     means = [mean for _, mean in texts if mean is not None]
     blocks = batch.permute(2, 3, 0, 4, 1, 5).contiguous()  # [depth, 2, B, H, L, d/H]
     return TextContext(tuple((keys, values) for keys, values in blocks), mask, torch.cat(means) if means else None)

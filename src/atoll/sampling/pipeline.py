@@ -240,7 +240,8 @@ class AtollPipeline:
         seeds are drawn from the generator, or from torch's own. `routing` is top1, topk:2, full, threshold:0.1,
         sample or by_time:0.5; the router is asked at every `route_every`-th evaluation, and no more about a sample once
         an expert's probability has reached `confident`. `previews` is how many estimates of the final latents each
-        trace shall hold at most. Where images are split into batches, the callback sees one batch after another.
+        trace shall hold at most. Where images are split into batches, the callback sees one batch after another; on a
+        GPU it sees a batch again from step 0 if that has to be made again (`generate`).
         """
         if output_type not in OUTPUTS:
             raise unknown("output type", output_type, OUTPUTS)
@@ -297,8 +298,10 @@ class AtollPipeline:
 
         def on_step(step: Step) -> None:
             nonlocal latents
+            if step.number == 0:  # perhaps again
+                previews.clear()
             if step.number in shown:
-                previews.append(Preview(float(step.t), step.x0.cpu()))
+                previews.append(Preview(float(step.t), step.x0))
             if callback is not None:
                 answer = callback(self, step.number, step.t, {"latents": step.x, "x0": step.x0})
                 if answer is not None and "latents" in answer:
@@ -308,11 +311,18 @@ class AtollPipeline:
             if self._interrupt:  # which one sets, as with diffusers
                 raise _Interrupted
 
+        def trace(routed: Routed) -> None:
+            if routed.number == 0:
+                evaluations.clear()
+            evaluations.append(routed)
+
         texts = Prompts.encode(self.text_encoder, prompts, negatives)
         with suppress(_Interrupted):
-            generate(self.ensemble, texts, seeds, on_step=on_step, trace=evaluations.append, **options)
-        times = tuple(float(routed.t) for routed in evaluations)
-        weights = torch.stack([routed.weights.float().cpu() for routed in evaluations], 1)  # [B, evaluations, K]
+            generate(self.ensemble, texts, seeds, on_step=on_step, trace=trace, **options)
+        # Only now to the host: on the way each copy would stall a device.
+        times = tuple(torch.stack([routed.t for routed in evaluations]).tolist())
+        weights = torch.stack([routed.weights.float() for routed in evaluations], 1).cpu()  # [B, evaluations, K]
+        previews = [Preview(t, x0.cpu()) for t, x0 in previews]
         return latents, [
             ImageTrace(times, own, tuple(Preview(t, x0[i]) for t, x0 in previews)) for i, own in enumerate(weights)
         ]

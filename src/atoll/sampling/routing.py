@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import InputError, unknown
+from atoll.tensors import send
 
 POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
@@ -73,7 +74,7 @@ class Routing:
                 return by_time(p, t, is_flow, number)
             case "oracle":
                 assert labels is not None
-                return torch.zeros_like(p).scatter_(1, labels.to(p.device)[:, None], 1)
+                return torch.zeros_like(p).scatter_(1, send(labels, p.device)[:, None], 1)
         return top1(p)
 
 
@@ -94,15 +95,13 @@ def probabilities(logits: Tensor, temperature: float, present: Tensor) -> Tensor
 
     Absent experts leave before the softmax: were the router sure of one of them, nothing would be left after it.
     """
-    if bool(torch.isnan(logits).any()):
-        raise InputError("the router's logits are not finite: use smaller guidance, or another router")
-    logits = logits.masked_fill(~present.to(logits.device), -math.inf)
+    logits = logits.masked_fill(~present, -math.inf)
     return torch.softmax(logits / temperature, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def mask_missing(p: Tensor, present: Tensor) -> Tensor:
     """Returns p without the experts that are not present[K] or [B, K], renormalised; equal shares if none is left."""
-    left = p * present.to(p.device)
+    left = p * present
     total = left.sum(1, keepdim=True)
     return torch.where(total > 0, left / total, present.to(p) / present.sum(-1, keepdim=True).to(p))
 
@@ -130,7 +129,7 @@ def sample(p: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     draws = torch.stack([torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators])
     ends = p.double().cumsum(1)
     # An expert of p = 0 has an empty interval and is never drawn; rounding may lead one past the last.
-    chosen = torch.searchsorted(ends, draws[:, None].to(p.device) * ends[:, -1:], right=True)
+    chosen = torch.searchsorted(ends, send(draws[:, None], p.device) * ends[:, -1:], right=True)
     return torch.zeros_like(p).scatter_(1, chosen.clamp(max=p.shape[1] - 1), 1)
 
 
@@ -142,7 +141,7 @@ def by_time(p: Tensor, t: Tensor, is_flow: Tensor, switch: float) -> Tensor:
     expert's own: a cosine schedule has alpha = sigma at 0.5 as the canonical path does, so the two agree there.
     """
     late = (t > switch).reshape(-1, 1).to(p.device)  # [B or 1, 1]
-    turn = p * (is_flow.to(p.device) == late)
+    turn = p * (is_flow == late)
     return top1(torch.where(turn.sum(1, keepdim=True) > 0, turn, p))
 
 

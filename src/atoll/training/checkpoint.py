@@ -45,16 +45,6 @@ class Progress:
     seconds_summed: float = 0.0  # of the steps alone
     seconds: float = 0.0  # of everything
 
-    def count(self, loss: float, norm: float) -> None:
-        """Counts an update."""
-        if self.first_loss is None:
-            self.first_loss = loss
-        self.updates += 1
-        self.bad_in_a_row = 0
-        self.loss_sum += loss
-        self.norm_sum += norm
-        self.num_summed += 1
-
     def summary(self, batch: int, lr: float) -> dict[str, Any]:
         """Returns a line of metrics over the updates since the last one, and counts anew."""
         line = {

@@ -27,7 +27,7 @@ from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
 from atoll.sampling.assemble import find_model
 from atoll.sampling.ensemble import Ensemble, Mixture
-from atoll.sampling.expert import FolderExpert, Prompts
+from atoll.sampling.expert import EncodedTexts, FolderExpert, Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import Routing
 from atoll.storage import resolved
@@ -36,7 +36,7 @@ from atoll.training.expert import EVALUATED, EVALUATED_AT_THE_END, ExpertTask
 from atoll.training.held_out import held_out_batches
 from atoll.training.loop import train
 from atoll.training.settings import DistillSettings
-from atoll.training.task import Tensors, bytes_of, on_linear_path
+from atoll.training.task import Batch, Tensors, bytes_of, on_linear_path
 
 ROUTINGS = {
     "label": Routing("oracle"),
@@ -87,17 +87,17 @@ class Teacher:
         """What a student of it will have learned: guidance multiplies, for it leaves the null text as it is."""
         return self.guidance * float(self.about.get("learned_guidance", 1.0))
 
-    def velocity(
-        self, x: Tensor, t: Tensor, text: Tensors | None = None, null: Tensors = (), experts: Tensor | None = None
-    ) -> Tensor:
-        """dx/dt at canonical (x, t), guided away from the `null` text; `experts`[B] teach by label."""
-        prompts = None if text is None else Prompts.of(*text, *null)
+    def velocity(self, x: Tensor, t: Tensor, prompts: Prompts | None = None, experts: Tensor | None = None) -> Tensor:
+        """dx/dt at canonical (x, t), guided as `prompts` say; `experts`[B], on the host, teach by label.
+
+        What is not finite is refused on the CPU; on a device a look would stall it, and the student's loss shows it.
+        """
         mixture = Mixture(self.ensemble, prompts, routing=self.routing, guidance=self.guidance, labels=experts)
         device = x.device.type
         # Casts of weights that may leave memory are not worth keeping.
         with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
             u = mixture(x, t)
-        failed = (self.ensemble.present & ~mixture.present).any(0).nonzero().flatten().tolist()
+        failed = mixture.failed()
         if failed:
             raise InputError(f"expert_{failed[0]} of the teacher gives values that are not finite: use less guidance")
         return u
@@ -146,9 +146,7 @@ class DistillTask(ExpertTask):
         if self.learned_guidance != 1:
             self.guidance = 1.0
         self.experts = self._experts_of_rows(allow_missing)
-        self.null: Tensors = ()
-        if teacher.guidance != 1:
-            self.null = self.text.encode(self.null_ids.to(device))
+        self.null = EncodedTexts.of(self.text, self.null_ids) if teacher.guidance != 1 else None
         self._targets: dict[int, list[Tensor]] = {}  # of held-out rows
         self.add_license(teacher.about.get("license"), "teacher")
 
@@ -182,20 +180,25 @@ class DistillTask(ExpertTask):
         teacher = {key: value for key, value in self.teacher.about.items() if key != "name"}  # its hash is its name
         return {**super().describe(), "teacher": teacher}
 
-    def read(self, rows: NDArray[np.int64]) -> Tensors:
-        """Also reads who teaches each. Those of one teacher come together, so that it is in memory once a step, however
-        small the micro-batches are; the noise that meets them does not know them."""
-        teachers = self.experts[self.view.train[rows]].numpy()
-        at, latents, ids = super().read(rows[np.argsort(teachers, kind="stable")])
-        return at, latents, ids, self.experts[at]
+    def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
+        """Puts samples of one teacher together, so that it is in memory once per step, however small the micro-batches
+        are; the noise that meets them does not know them."""
+        teachers = self.labels_of(self.view.train[rows]).numpy()
+        return super().read(rows[np.argsort(teachers, kind="stable")], drawn)
 
-    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (indices, x0, ids, experts), (t, eps, dropped) = batch, drawn
-        text = self.encode(ids, dropped, indices)
-        x = on_linear_path(x0, eps, t)
+    def labels_of(self, indices: NDArray[np.int64]) -> Tensor:
+        return self.experts[indices]
+
+    def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
+        tokens, mask = self.encode(batch, host)
+        x = on_linear_path(batch.latents.float(), batch.eps, batch.t)
         # A dropped text is the null text, which guidance leaves as it is: so the student can still be guided further.
-        target = self.teacher.velocity(x, t, text, self.null, experts)
-        return squared_error(network(x, t, *text), target)
+        target = self.teacher.velocity(x, batch.t, self._prompts(tokens, host.ids), host.labels)
+        return squared_error(network(x, batch.t, tokens, mask), target)
+
+    def _prompts(self, tokens: Tensor, ids: Tensor) -> Prompts:
+        """Returns what the teacher reads: the texts of ids[B, L] on the host, and the null text if it guides."""
+        return Prompts.of(EncodedTexts(tokens, ids, self.text.lengths(ids)), self.null)
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         metrics, grid = super().evaluate(sample)
@@ -210,7 +213,8 @@ class DistillTask(ExpertTask):
             t = LINEAR.inside(times)
             x, t = on_linear_path(x0, eps, t).to(self.device), t.to(self.device)
             if i == len(targets):
-                targets.append(self.teacher.velocity(x, t, text, self.null, self.experts[rows]).cpu())
+                prompts = self._prompts(text[0], self.view.tokens(rows))
+                targets.append(self.teacher.velocity(x, t, prompts, self.experts[rows]).cpu())
             losses.append(squared_error(self.network(x, t, *text).float().cpu(), targets[i]))
         return float(torch.cat(losses).mean())
 

@@ -47,9 +47,11 @@ class Distributed:
     def mean(self, values: Tensor) -> Tensor:
         return values if self._accelerator is None else self._accelerator.reduce(values, "mean")
 
-    def any(self, flag: bool) -> bool:
-        """Returns whether the flag is set in any process."""
-        return flag if self.size == 1 else float(self.mean(torch.tensor(float(flag), device=self.device))) > 0
+    def any(self, flag: bool, asks: bool = True) -> bool:
+        """Returns whether the flag is set in any process; False if there are others and now is not the time to ask."""
+        if self.size == 1:
+            return flag
+        return asks and float(self.mean(torch.tensor(float(flag), device=self.device))) > 0
 
     def barrier(self) -> None:
         if self._accelerator is not None:

@@ -77,7 +77,7 @@ def _probe(task: CaptionedTask, settings: Settings, distributed: Distributed, gr
     """Measures the time that a few steps take; nothing is written."""
     learner, seconds = Learner(task, settings, distributed), []
     try:
-        with closing(Batches(task, settings.batch, settings.seed, distributed.share)) as batches:
+        with closing(Batches(task, settings.batch, settings.seed, distributed.share, distributed.device)) as batches:
             for step in range(PROBED):
                 start = time.perf_counter()
                 learner.backward(*batches.get(step)).tolist()

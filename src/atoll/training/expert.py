@@ -24,13 +24,13 @@ from atoll.networks.presets import preset
 from atoll.networks.text_prior import TextPrior
 from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.ensemble import Ensemble, generate
-from atoll.sampling.expert import Prompts, VelocityExpert
+from atoll.sampling.expert import EncodedTexts, Prompts, VelocityExpert
 from atoll.storage import resolved
 from atoll.training.dry_run import preview
 from atoll.training.held_out import Evaluated, evaluate_expert
 from atoll.training.loop import train
 from atoll.training.settings import DistillSettings, ExpertSettings
-from atoll.training.task import CaptionedTask, Tensors, bytes_of, seeded
+from atoll.training.task import Batch, CaptionedTask, bytes_of, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 512, 2048  # held-out rows
 IN_A_GRID = 12
@@ -102,10 +102,9 @@ class ExpertTask(CaptionedTask):
     def describe(self) -> dict[str, Any]:
         return {"data": self.view.identity(), "init": self.init}
 
-    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (indices, x0, ids), (t, eps, dropped) = batch, drawn
-        tokens, mask = self.encode(ids, dropped, indices)
-        return self.objective.loss(lambda x, t: network(x, t, tokens, mask), x0, eps, t)
+    def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
+        text = self.encode(batch, host)
+        return self.objective.loss(lambda x, t: network(x, t, *text), batch.latents.float(), batch.eps, batch.t)
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         loss, by_log_snr = self._evaluate(EVALUATED)
@@ -134,10 +133,8 @@ class ExpertTask(CaptionedTask):
         if codec is None:
             return None
         rows = self.view.evaluation_rows(IN_A_GRID if is_quick(codec) else 4)
-        tokens, mask = self.text.encode(self.view.tokens(rows).to(self.device))
-        null = self.text.encode(self.null_ids.to(self.device))
-        ensemble = Ensemble([VelocityExpert.of(self.as_expert({}))])
-        prompts = Prompts.of(tokens, mask, *null)
+        texts = (EncodedTexts.of(self.text, ids) for ids in (self.view.tokens(rows), self.null_ids))
+        ensemble, prompts = Ensemble([VelocityExpert.of(self.as_expert({}))]), Prompts.of(*texts)
         latents = generate(ensemble, prompts, range(len(rows)), guidance=self.guidance, times=uniform_times(24))
         images = to_uint8(codec.decode(latents))
         captions = self.view.data.strings("caption", rows)

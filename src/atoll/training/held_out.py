@@ -38,8 +38,8 @@ def held_out_batches(
     t = spread_times(num, generator)
     for first in range(0, num, batch):
         part = slice(first, first + batch)
-        x0, ids = view.latents(rows[part]), view.tokens(rows[part]).to(device)
-        encoded = () if text is None else view.encode(text, ids, torch.from_numpy(rows[part]))
+        x0 = view.latents(rows[part])
+        encoded = () if text is None else text.encode(view.tokens(rows[part], text).to(device))
         yield rows[part], x0, torch.randn(x0.shape, generator=generator), t[part], encoded
 
 

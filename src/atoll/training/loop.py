@@ -2,9 +2,11 @@
 
 Everything random is a function of (seed, step): the order of the data, noise, times and dropout. So a run that was
 stopped, in whatever way, is resumed by the same command as if it had not been.
+
+A GPU is given one step after another without being asked for anything: it decides itself which updates to skip, and the
+host looks only when something is due. On the CPU, where that is free, it looks at every step.
 """
 
-import math
 import signal
 import sys
 import time
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +29,11 @@ from atoll.training.distributed import Distributed
 from atoll.training.memory import Heap
 from atoll.training.metrics_log import MetricsLog
 from atoll.training.settings import Settings
-from atoll.training.task import Batches, Task, Tensors
+from atoll.training.tally import Tally
+from atoll.training.task import Batch, Batches, Task
 
 MAX_BAD_STEPS = 5  # in a row
 T = TypeVar("T", bound=Task)
-WILD = 1000.0  # times the first loss, which is that of answering nothing: no run that learns comes near it
 
 
 def train(  # noqa: PLR0915 - to be read from top to bottom
@@ -63,6 +65,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         resumed = checkpoint.resume(checkpoints, learner.tensors())
         progress = resumed or Progress()
         learner.set_updates(progress.updates)
+        tally = Tally(progress, distributed.device)
         distributed.barrier()  # all have read before the first writes
         if is_main:
             checkpoint.write_run(folder, {**about, "complete": False})
@@ -76,10 +79,10 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
 
         # --- Train. ---
 
-        stop = False
+        stop, on_cpu = False, distributed.device.type == "cpu"
         with (
             stop_signals(interruptible=True) as signals,
-            closing(Batches(task, settings.batch, settings.seed, distributed.share)) as batches,
+            closing(Batches(task, settings.batch, settings.seed, distributed.share, distributed.device)) as batches,
             closing(MetricsLog(folder, progress.step, enabled=is_main)) as log,
             tqdm(
                 total=settings.steps,
@@ -97,23 +100,17 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
 
                     # One update, or none if the loss or the gradient is not finite.
                     lr = settings.lr_at(progress.step, width)
-                    batch, drawn = batches.get(progress.step, progress.rollbacks)
-                    loss, norm = learner.backward(batch, drawn).tolist()
-                    wild = progress.first_loss is not None and loss > WILD * progress.first_loss
-                    if math.isfinite(loss) and math.isfinite(norm) and not wild:
-                        learner.update(lr, settings.ema_at(progress.updates))
-                        progress.count(loss, norm)
-                    else:
-                        learner.skip()
-                        progress.skipped += 1
-                        progress.bad_in_a_row += 1
+                    losses = learner.backward(*batches.get(progress.step, progress.rollbacks))
+                    learner.update(lr, settings.ema_at(progress.step), skip=tally.count(losses))
                     progress.step += 1
+                    step, last = progress.step, progress.step == settings.steps
+                    looks = on_cpu or last or any(step % every == 0 for every in settings.intervals)
+                    bad_steps = tally.look(progress) if looks else 0
                     progress.seconds_summed += time.perf_counter() - start
 
-                    step, last = progress.step, progress.step == settings.steps
-                    if progress.bad_in_a_row >= MAX_BAD_STEPS:
+                    if bad_steps >= MAX_BAD_STEPS:
                         # Go back to the last good checkpoint once; a second time there is no use in going on.
-                        first_bad = step - MAX_BAD_STEPS
+                        first_bad = step - max(progress.bad_in_a_row, MAX_BAD_STEPS)
                         problem = (
                             f"the loss of {folder} was not finite, or a thousand times the first, in steps "
                             f"{first_bad} to {step - 1}, at a learning rate of {lr:.3g}"
@@ -128,6 +125,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                         progress = checkpoint.load(paths[-1], learner.tensors())
                         learner.set_updates(progress.updates)
                         progress.rollbacks, progress.skipped, progress.bad_in_a_row = 1, skipped, 0
+                        tally.set(progress)
                         distributed.barrier()
                         if is_main:
                             for path in checkpoint.saved(checkpoints):
@@ -137,10 +135,11 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             log.rewind(progress.step)
                             log.write({"step": progress.step, "rolled_back_from": step, "skipped": skipped})
                             print(printable(f"atoll: {problem}: going back to step {progress.step}"), file=sys.stderr)
-                    else:
+                    elif looks:
                         # Metrics, evaluation and checkpoints, each when it is due; checkpoints last, to cover the rest.
                         if (step % settings.log_every == 0 or last) and progress.num_summed:
                             line = progress.summary(settings.batch, lr)
+                            tally.set(progress)
                             log.write(line)
                             speed = f"{line['samples_per_second']:.0f} samples/s"
                             bar.set_postfix_str(f"loss {line['loss']:.4f}, {speed}", refresh=False)
@@ -158,8 +157,9 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                     progress.seconds += time.perf_counter() - start
                     bar.n = progress.step - 1
                     bar.update(1)
-                    stop = distributed.any(bool(signals))  # all processes stop at one step
+                    stop = distributed.any(bool(signals), asks=looks)  # all processes stop at one step
             except InputError:
+                tally.look(progress)
                 save()
                 raise
             except torch.OutOfMemoryError as error:
@@ -170,6 +170,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         # --- Stop or finish. ---
 
         if stop:
+            tally.look(progress)
             save()
             if signals and signals[-1].signal is signal.SIGINT:
                 raise KeyboardInterrupt
@@ -211,9 +212,6 @@ class Learner:
         device = distributed.device
         self.network = task.network.to(device).train()
         self.network.gradient_checkpointing = settings.checkpointing
-        if settings.compile:
-            for block in self.network.blocks:
-                block.compile()
         named = [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.weights: list[Tensor] = [p for _, p in named]
@@ -228,35 +226,33 @@ class Learner:
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
-        self.wrapped = distributed.wrap(self.network)
+        # One graph per length of texts; what measures on held-out data is not compiled.
+        network: Any = torch.compile(self.network, fullgraph=True, dynamic=False) if settings.compile else self.network
+        self.wrapped = distributed.wrap(network)
         self.heap = Heap(settings.checkpointing, enabled=device.type == "cpu")
 
-    def backward(self, batch: Tensors, drawn: Tensors) -> Tensor:
+    def backward(self, batch: Batch, host: Batch) -> Tensor:
         """Computes gradients one micro-batch at a time; returns the mean loss and gradient norm over processes."""
-        device, num = self.distributed.device, len(batch[0])
+        device, num = self.distributed.device, len(batch.latents)
         size = min(self.settings.micro_batch or num, num)
         total = torch.zeros((), device=device)
         for first in range(0, num, size):
             part = slice(first, first + size)
-            inputs = tuple(tensor[part].to(device, non_blocking=True) for tensor in batch)
-            random = tuple(tensor[part].to(device, non_blocking=True) for tensor in drawn)
             with self.distributed.no_sync(self.wrapped, unless=first + size >= num):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.uses_bf16):
-                    loss = self.task.loss(self.wrapped, inputs, random).sum() / num
+                    loss = self.task.loss(self.wrapped, batch.part(part), host.part(part)).sum() / num
                 loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.weights, self.settings.clip)
         return self.distributed.mean(torch.stack([total, norm.detach()]))
 
-    def update(self, lr: float, decay: float) -> None:
+    def update(self, lr: float, decay: float, skip: Tensor | None = None) -> None:
+        """Updates weights and EMA; where `skip` is 1, which AdamW finds out on the device, the weights stay."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name by which gradient scalers say it
         self.optimizer.step()
         torch._foreach_lerp_(self.ema, self.weights, 1 - decay)
-        self.skip()
-
-    def skip(self) -> None:
-        """Forgets the gradients."""
         self.optimizer.zero_grad()
         self.heap.tidy()
 
@@ -276,7 +272,7 @@ class Learner:
             self.optimizer.state[p]["step"].fill_(num)
 
     def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(w).all()) for w in self.weights)
+        return bool(torch.stack([torch.isfinite(w).all() for w in self.weights]).all())
 
     @contextmanager
     def using_ema(self) -> Iterator[None]:

@@ -78,7 +78,7 @@ def predict(
     if base is None:
         base = CUDA_BASE if device_type == "cuda" else measure_base()
     num, cuda_casts = micro_batch_of(settings, processes), bf16 and device_type == "cuda"
-    with FakeTensorMode(), Storages() as watch, _Kernels(cuda_casts):
+    with FakeTensorMode(), Storages() as watch, Kernels(cuda_casts):
         network = network_of(config)
         network.gradient_checkpointing = settings.checkpointing
         learned = [p for p in network.parameters() if p.requires_grad]
@@ -90,12 +90,7 @@ def predict(
         x, *others = inputs_of(config, num, text_length)
         # x0, noise and the target beside their mixture; the text with padding beside that without
         copies += [torch.empty_like(part) for part in (x, x, x, *others[1:])]
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = network(x, *others).float().square().mean()
-        # Not loss.backward(), in which blocks that are computed again would be outside of _Kernels.
-        torch.autograd.graph._engine_run_backward(
-            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        add_gradients(network, [x, *others], bf16)
         update = watch.peak - weights
     holes = round(HOLES[device_type] * update)
     if device_type == "cpu":
@@ -155,7 +150,7 @@ class Storages(TorchDispatchMode):
         self.now -= size
 
 
-class _Kernels(TorchFunctionMode):
+class Kernels(TorchFunctionMode):
     """Answers what cannot be asked without data, and casts as autocast does on a GPU where that differs from a CPU."""
 
     def __init__(self, cuda_casts: bool) -> None:
@@ -255,6 +250,16 @@ def in_words(size: int) -> str:
 
 def network_of(config: DiTConfig | RouterConfig) -> DiT | Router:
     return Router(config) if isinstance(config, RouterConfig) else DiT(config)
+
+
+def add_gradients(network: DiT | Router, inputs: list[Tensor], bf16: bool) -> None:
+    """Computes some loss and adds its gradients to the weights', within `Kernels`."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        loss = network(*inputs).float().square().mean()
+    # Not loss.backward(), in which blocks that are computed again would be outside of Kernels.
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def inputs_of(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ from atoll.training.dry_run import preview
 from atoll.training.held_out import held_out_batches, means_by_bin
 from atoll.training.loop import train
 from atoll.training.settings import RouterSettings
-from atoll.training.task import CaptionedTask, Tensors, on_linear_path, seeded
+from atoll.training.task import Batch, CaptionedTask, on_linear_path, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 1024, 4096  # held-out rows
 LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is reported
@@ -54,14 +54,13 @@ class RouterTask(CaptionedTask):
     def describe(self) -> dict[str, Any]:
         return {"data": self.view.identity(), "num_experts": self.num_experts}
 
-    def read(self, rows: NDArray[np.int64]) -> Tensors:
-        indices, latents, ids = super().read(rows)
-        return indices, latents, ids, self.labels[indices]
+    def labels_of(self, indices: NDArray[np.int64]) -> Tensor:
+        return self.labels[indices]
 
-    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        (indices, x0, ids, labels), (t, eps, dropped) = batch, drawn
-        text = () if self.seen_text is None else self.encode(ids, dropped, indices)
-        return F.cross_entropy(network(on_linear_path(x0, eps, t), t, *text).float(), labels, reduction="none")
+    def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
+        text = () if self.seen_text is None else self.encode(batch, host)
+        x = on_linear_path(batch.latents.float(), batch.eps, batch.t)
+        return F.cross_entropy(network(x, batch.t, *text).float(), batch.labels, reduction="none")
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         answers = self.answers(self.network, EVALUATED)

@@ -64,7 +64,7 @@ class Settings:
     precision: str = "auto"
     """fp32, bf16 (autocast), or auto: bf16 where the GPU has it."""
     compile: bool = False
-    """Compile the blocks with torch.compile: pays on GPUs."""
+    """Compile the network with torch.compile: pays on GPUs."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     threads: int = 1
@@ -109,6 +109,12 @@ class Settings:
     @property
     def resolved_warmup(self) -> int:
         return min(1000, self.steps // 20) if self.warmup is None else self.warmup
+
+    @property
+    def intervals(self) -> list[int]:
+        """Returns the steps between what is due from time to time."""
+        every = (self.log_every, self.save_every, self.eval_every, self.sample_every)
+        return [steps for steps in every if steps]
 
     def ema_at(self, step: int) -> float:
         """Returns the decay of the EMA at `step`: about the last tenth of the run, until that is longer than `ema`."""

@@ -1,6 +1,7 @@
 """What a run trains: the protocol between the loop and an expert, a router or a student, and what these share.
 
-Which rows and random numbers a step trains on are functions of (seed, step), so that runs resume exactly.
+Which rows and random numbers a step trains on are functions of (seed, step), so that runs resume exactly. All that can
+be decided on the CPU is decided there, by a thread that reads ahead: a GPU never has to be asked, nor waited for.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,20 @@ from atoll.networks.dit import Trunk
 from atoll.training.settings import Settings
 
 Tensors = tuple[Tensor, ...]
+LENGTHS = 16  # texts are cut to a multiple of so many tokens, so that shapes repeat; kernels like multiples of 8
+
+
+class Batch(NamedTuple):
+    """What one update learns from, an entry per sample."""
+
+    latents: Tensor  # [B, C, S, S], in the precision of the shards
+    ids: Tensor  # [B, L] tokens of captions, those of the null text where one is dropped, cut to the longest
+    t: Tensor  # [B] in [0, 1]
+    eps: Tensor  # [B, C, S, S], noise
+    labels: Tensor  # [B], the cluster or teacher, where a task needs it
+
+    def part(self, rows: slice) -> "Batch":
+        return Batch(*(tensor[rows] for tensor in self))
 
 
 class Task(Protocol):
@@ -38,14 +53,14 @@ class Task(Protocol):
     def describe(self) -> dict[str, Any]:
         """Returns what makes it this run and no other, beside the settings: the data above all."""
 
-    def read(self, rows: NDArray[np.int64]) -> Tensors:
-        """Reads rows of the training data: tensors with one entry per row."""
-
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
         """Draws the random numbers of `num` samples."""
 
-    def loss(self, network: nn.Module, batch: Tensors, drawn: Tensors) -> Tensor:
-        """Returns the loss of each sample: [B]."""
+    def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
+        """Reads rows of the training data, and joins them with the random numbers drawn for them."""
+
+    def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
+        """Returns the loss of each sample, [B], without a look at the device; `host` is the batch on the CPU."""
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         """Returns metrics of the EMA weights on held-out data, and if `sample`, a grid of samples."""
@@ -78,21 +93,37 @@ class CaptionedTask(Task):
         """Returns what the network generates from held-out captions, if it generates images."""
         return None
 
-    def read(self, rows: NDArray[np.int64]) -> Tensors:
-        """Returns indices into the data, latents and token ids."""
-        indices = self.view.train[rows]
-        return torch.from_numpy(indices), self.view.latents(indices), self.view.tokens(indices)
-
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
-        """Returns times, noise, and whose caption is dropped."""
+        """Returns times, noise, and whose caption is dropped.
+
+        Where an image has several captions or is mirrored too, numbers that choose follow: data without draw none.
+        """
         t = self.objective.sample_times(num, generator)
         eps = torch.randn(num, *self.view.shape, generator=generator)
-        return t, eps, torch.rand(num, generator=generator) < self.text_dropout
+        dropped = torch.rand(num, generator=generator) < self.text_dropout
+        several, flips = self.view.num_captions > 1, self.view.has_flipped
+        return t, eps, dropped, *(torch.rand(num, generator=generator) for _ in range(several + flips))
 
-    def encode(self, ids: Tensor, dropped: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes captions as a network sees them, the null text in place of those that are dropped."""
-        kept = torch.where(dropped[:, None], self.null_ids.to(ids.device), ids)
-        return self.view.encode(self.text, kept, indices)
+    def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
+        indices, (t, eps, dropped, *choices) = self.view.train[rows], drawn
+        choice = choices.pop(0) if self.view.num_captions > 1 else None
+        flipped = choices.pop(0) < 0.5 if self.view.has_flipped else None
+        ids = torch.where(dropped[:, None], self.null_ids, self.view.tokens(indices, self.text, choice))
+        length = -(-max(self.text.lengths(ids)) // LENGTHS) * LENGTHS
+        return Batch(self.view.stored_latents(indices, flipped), ids[:, :length], t, eps, self.labels_of(indices))
+
+    def labels_of(self, indices: NDArray[np.int64]) -> Tensor:
+        """Returns what `loss` is to know of each row beside its image and caption; nothing by default."""
+        return torch.zeros(len(indices), dtype=torch.long)
+
+    def encode(self, batch: Batch, host: Batch) -> tuple[Tensor, Tensor | None]:
+        """Encodes captions in float32, also within autocast: that is how they are encoded to sample.
+
+        The mask is None where no text is shorter than another.
+        """
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            tokens, mask = self.text.encode(batch.ids)
+        return tokens, None if bool(self.text.mask(host.ids).all()) else mask
 
 
 def on_linear_path(x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
@@ -135,26 +166,50 @@ def _permutation(num_rows: int, seed: str, epoch: int) -> NDArray[np.int64]:
 
 
 class Batches:
-    """Reads the batch of a step, this process's slice of it, while the step before is trained on."""
+    """The batch of each step, or this process's slice of it, read and sent while earlier ones are trained on.
 
-    def __init__(self, task: Task, batch: int, seed: int, share: slice) -> None:
-        self.task, self.batch, self.seed, self.share = task, batch, seed, share
+    A thread reads two steps ahead, into pinned memory if a GPU will copy it. The copy of the next batch is queued on a
+    stream of its own: it runs beside the kernels of the current one, and only what uses the batch waits for it.
+    """
+
+    def __init__(self, task: Task, batch: int, seed: int, share: slice, device: torch.device) -> None:
+        self.task, self.batch, self.seed, self.share, self.device = task, batch, seed, share, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reader = ThreadPoolExecutor(1, "batches")
-        self._ahead: dict[tuple[int, int], Future[tuple[Tensors, Tensors]]] = {}
+        self._ahead: dict[tuple[int, int], Future[Batch]] = {}
+        self._sent: dict[tuple[int, int], tuple[Batch, Batch, Any]] = {}  # also on the host, and the copy's event
 
-    def get(self, step: int, rollbacks: int = 0) -> tuple[Tensors, Tensors]:
-        """Returns rows of the data and random numbers; after a rollback, others than before it."""
-        current = self._ahead.get((step, rollbacks)) or self._reader.submit(self._read, step, rollbacks)
-        batch = current.result()
-        self._ahead = {(step + 1, rollbacks): self._reader.submit(self._read, step + 1, rollbacks)}
-        return batch
+    def get(self, step: int, rollbacks: int = 0) -> tuple[Batch, Batch]:
+        """Returns the batch on the device and on the host; after a rollback, another than before it."""
+        keys = [(step + more, rollbacks) for more in range(3)]
+        self._ahead = {key: self._ahead.get(key) or self._reader.submit(self._read, *key) for key in keys}
+        batch, host, copied = self._sent.get(keys[0]) or self._send(self._ahead[keys[0]].result())
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(copied)
+            for tensor in batch:
+                tensor.record_stream(current)  # its memory is not for other copies before this stream is done with it
+            coming = self._ahead[keys[1]]
+            is_read = coming.done() and coming.exception() is None  # what cannot be read is for its own step to say
+            self._sent = {keys[1]: self._send(coming.result())} if is_read else {}
+        return batch, host
 
-    def _read(self, step: int, rollbacks: int) -> tuple[Tensors, Tensors]:
+    def _send(self, host: Batch) -> tuple[Batch, Batch, Any]:
+        if self._stream is None:
+            return host, host, None
+        with torch.cuda.stream(self._stream):
+            batch = Batch(*(tensor.to(self.device, non_blocking=True) for tensor in host))
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return batch, host, copied
+
+    def _read(self, step: int, rollbacks: int) -> Batch:
         seed = f"{self.seed}.{rollbacks}"
         rows = rows_of_step(self.task.num_rows, self.batch, seed, step)
         generator = torch.Generator().manual_seed(mixed_seed("step", seed, step))
         drawn = self.task.draw(len(rows), generator)
-        return self.task.read(rows[self.share]), tuple(tensor[self.share] for tensor in drawn)
+        batch = self.task.read(rows[self.share], tuple(tensor[self.share] for tensor in drawn))
+        return batch if self._stream is None else Batch(*(tensor.pin_memory() for tensor in batch))
 
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
