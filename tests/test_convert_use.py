@@ -132,7 +132,7 @@ class TestAsItIs:
         experts = [Expert.load(folder) for folder in pair]
         velocities = [VelocityExpert.of(expert) for expert in experts]
         text = torch.randn(4, 6, 64)
-        prompts = Prompts.of(text, None, torch.randn(1, 2, 64))
+        prompts = Prompts((*text.split(1), torch.randn(1, 2, 64)), tuple(range(len(text))), (len(text),) * len(text))
         mixed = Ensemble(velocities, lambda x, t, _: x.new_tensor([[0.0, 1.0]]).expand(len(x), -1))
         velocity = Mixture(mixed, prompts, routing=get_routing("full"), guidance=scale)
         x, t = torch.randn(4, *SHAPE), torch.tensor(0.6)

@@ -262,6 +262,7 @@ class TestGoingOn:
                 Evaluation(data, out, SETTINGS, progress=False).judge(contender)
                 assert path.read_bytes() == content
 
+    @pytest.mark.slow
     def test_two_at_once(self, tmp_path):
         """Processes that make the same rows at the same time do not spoil each other's files."""
         program = """

@@ -403,7 +403,7 @@ class TestCheckpoints:
     FLAGS = ("--cluster", "0", "--model", "xs/1", "--batch", "4", "--save-every", "1", "--eval-every", "9",
              "--sample-every", "0")  # fmt: skip
 
-    @pytest.mark.parametrize("place", [0.1, 0.7])
+    @pytest.mark.parametrize("place", [pytest.param(0.1, marks=pytest.mark.slow), 0.7])
     def test_a_flipped_bit_is_told_and_the_one_before_is_taken(self, place, data, tmp_path, capsys):
         main(["train", str(data), "--out", str(tmp_path / "whole"), "--steps", "2", *self.FLAGS])
         shutil.copytree(tmp_path / "whole", tmp_path / "cut")

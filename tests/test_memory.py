@@ -114,6 +114,7 @@ def test_checkpointing_keeps_less_and_the_more_so_in_deep_networks():
     assert share(28, bf16=True, device_type="cuda") < 0.25
 
 
+@pytest.mark.slow
 def test_the_paper_expert_on_a_gpu():
     config = DiTConfig(**preset("xl/2"))
     settings = Settings(batch=256, micro_batch=16, device="cpu")

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from atoll.data import sources
+from atoll.data import tables
 from atoll.data.images import Transform, read_image
 from atoll.data.sources import Item, Source, read_items
 from atoll.errors import InputError
@@ -82,7 +82,7 @@ class TestFolders:
         rows = ['{"file_name": "a.png", "text"', '{"text": "nameless"}', "[1]", '{"file_name": "./b.png", "text": "b"}']
         write(tmp_path, {"a.png": png(), "b.png": png(1), "metadata.jsonl": "\n".join(rows)})
         found = captions(tmp_path)
-        fault = "[a row of metadata.jsonl without file_name and text]"
+        fault = "[a row of metadata.jsonl without a file name or a caption]"
         assert found == {**{f"metadata, row {i}": fault for i in (1, 2, 3)}, "a.png": "[no caption]", "b.png": "b"}
         (tmp_path / "metadata.jsonl").write_bytes(b"\xff\xfe")
         with pytest.raises(InputError, match=r"metadata.jsonl cannot be read .*: save it as UTF-8"):
@@ -223,6 +223,7 @@ class TestFolders:
             os.truncate(tmp_path / name, 1 << 31)
             with pytest.raises(InputError, match="it is larger than 1,073,741,824 bytes"):
                 captions(tmp_path)
+            (tmp_path / name).unlink()
 
     def test_damaged_pictures_are_faults(self, tmp_path):
         write(tmp_path, {"a.png": b"", "a.txt": "a", "b.png": png()[:50], "b.txt": "b", "c.png": png(), "c.txt": "c"})
@@ -496,10 +497,10 @@ class TestTables:
 
     def test_rows_of_many_bytes(self, tmp_path, monkeypatch):
         """Few of them are read at once."""
-        monkeypatch.setattr(sources, "TABLE_BATCH_BYTES", 5000)
+        monkeypatch.setattr(tables, "TABLE_BATCH_BYTES", 5000)
         table = pa.table({"image": [png(i) for i in range(40)], "text": [str(i) for i in range(40)]})
         pq.write_table(table, tmp_path / "data.parquet")
-        assert max(batch.num_rows for _, _, batch in sources._table_batches(tmp_path / "data.parquet")) < 6
+        assert max(batch.num_rows for _, _, batch in tables.table_batches(tmp_path / "data.parquet")) < 6
         assert list(captions(tmp_path).values()) == [str(i) for i in range(40)]
 
     def test_broken(self, tmp_path):

@@ -4,15 +4,17 @@ import hashlib
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from atoll.cards import TextEncoderCard, require_same
+from atoll.cli.main import main
 from atoll.encoders import text
 from atoll.encoders.text import (
     BEGIN,
@@ -20,6 +22,8 @@ from atoll.encoders.text import (
     NUM_IDS,
     PADDING,
     CLIPText,
+    WordLlama,
+    WordLlamaConfig,
     load_text_encoder,
     make_text_encoder,
     split_words,
@@ -215,6 +219,207 @@ class TestWords:
     def test_bad_specs(self, spec, message):
         with pytest.raises(InputError, match=message):
             make_text_encoder(spec)
+
+
+@pytest.fixture(scope="module")
+def llama() -> WordLlama:
+    encoder = make_text_encoder("wordllama")
+    assert isinstance(encoder, WordLlama)
+    return encoder
+
+
+def no_files(package: str) -> None:
+    raise PackageNotFoundError(package)
+
+
+class TestWordLlama:
+    def pieces(self, encoder: WordLlama, caption: str) -> list[str]:
+        names = bytes(encoder.pieces.numpy()).decode().split("\n")
+        return [names[i] for i in encoder.tokenize([caption])[0].tolist() if i != PADDING]
+
+    @pytest.mark.parametrize(
+        ("caption", "expected"),
+        [
+            ("", "<s>"),
+            (" ,.!? ", "<s>"),
+            ("A red CAT.", "<s> ▁a ▁red ▁cat"),
+            ("kittens", "<s> ▁k itt ens"),
+            ("in paris, Paris, PARIS", "<s> ▁in ▁Paris ▁Paris ▁Paris"),
+            ("navy-blue <s> </s>", "<s> ▁Navy ▁blue ▁s ▁s"),
+            ("中国猫cat", "<s> 中 国 <0xE7> <0x8C> <0xAB> ▁cat"),
+            ("a\u2581b", "<s> ▁a ▁ ▁b"),
+            ("🐱", "<s> <0xF0> <0x9F> <0x90> <0xB1>"),
+            ("\ud800 half", "<s> ▁half"),
+        ],
+    )
+    def test_known_pieces(self, llama, caption, expected):
+        assert self.pieces(llama, caption) == expected.split()
+
+    def test_pieces_are_those_of_the_tokenizers_library(self, llama):
+        from tokenizers import Tokenizer
+
+        path = text._installed_files("wordllama", "text", text.LLAMA_FILES)[1]
+        theirs = Tokenizer.from_file(str(path))
+
+        @given(st.text(alphabet=st.characters(categories=("L", "N")), min_size=1, max_size=40))
+        @example("aaaaaaaaaaa")
+        @example("incomprehensibilities")
+        @example("Größe")
+        @example("قبعة")
+        def check(word: str) -> None:
+            assert llama._merge(text.SPACE + word) == theirs.encode(word).ids[1:]
+
+        check()
+
+    def test_like_words_are_near(self, llama):
+        """Each word is nearer to its like than to that of any other, also where both are several pieces."""
+        pairs = [("ship", "boat"), ("cat", "kitten"), ("dog", "puppy"), ("car", "automobile"), ("child", "kids"),
+                 ("shirt", "shirts"), ("mountain", "hill"), ("ocean", "sea"), ("bicycle", "bike")]  # fmt: skip
+        similar = self.vectors(llama, [a for a, _ in pairs]) @ self.vectors(llama, [b for _, b in pairs]).T
+        assert similar.argmax(1).tolist() == list(range(len(pairs)))
+        assert similar.diag().min() > 0.2
+        assert similar.fill_diagonal_(0).mean().abs() < 0.1
+
+    def vectors(self, encoder: WordLlama, names: list[str]) -> torch.Tensor:
+        tokens, _ = encoder.encode(encoder.tokenize(names))
+        return torch.nn.functional.normalize(tokens[:, 1] - encoder.positions[1], dim=1)
+
+    def test_all_pieces_of_a_word_show_the_whole(self, llama):
+        tokens, mask = llama.encode(llama.tokenize(["kittens"]))
+        words = (tokens - llama.positions)[0, mask[0]]
+        torch.testing.assert_close(words[1], words[2])
+        torch.testing.assert_close(words[1], words[3])
+        assert (words[0] - words[1]).abs().max() > 0.5
+        torch.testing.assert_close(words.square().mean(1), torch.ones(4))
+
+    def test_one_sum_is_the_package_s(self, llama):
+        """The direction of a word is that of its pieces' sum in the table as published."""
+        weights = load_file(text._installed_files("wordllama", "text", text.LLAMA_FILES)[0])["embedding.weight"]
+        pieces = llama.tokenize(["kittens"])[0, 1:4].long()
+        expected = torch.nn.functional.normalize(weights[pieces].float().sum(0), dim=0)
+        torch.testing.assert_close(self.vectors(llama, ["kittens"])[0], expected, rtol=0, atol=1e-3)
+
+    def test_null_text_and_order(self, llama):
+        assert llama.null_ids().tolist() == [[BEGIN] + [PADDING] * 47]
+        assert llama.encode(llama.null_ids())[1].sum() == 1
+        assert llama.tokenize([]).shape == (0, 48)
+        a, b = llama.encode(llama.tokenize(["red hat, blue body", "blue hat, red body"]))[0]
+        torch.testing.assert_close(a.sum(0), b.sum(0), rtol=0, atol=1e-4)
+        assert (a - b).abs().max() > 1
+
+    def test_any_script(self, llama):
+        @given(st.lists(st.text(alphabet=st.characters(), max_size=80), max_size=4))
+        def check(captions: list[str]) -> None:
+            ids = llama.tokenize(captions)
+            assert (ids.dtype, ids.shape) == (torch.int32, (len(captions), 48))
+            tokens, mask = llama.encode(ids)
+            assert (tokens.dtype, tokens.shape) == (torch.float32, (len(captions), 48, 256))
+            assert torch.equal(mask, ids != PADDING)
+            assert torch.equal(llama.tokenize([f" {caption.upper().lower()}" for caption in captions])[:, 0], ids[:, 0])
+            assert not tokens[~mask].any()
+            assert tokens.isfinite().all()
+
+        check()
+
+    @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("part", ["a", "ab", "\u0301\u0316", "word ", "猫", "🐱", " "])
+    def test_time_does_not_grow_with_a_text(self, llama, part):
+        long = part * (20_000_000 // len(part))
+        assert torch.equal(llama.tokenize([long]), llama.tokenize([long[: CHARACTERS * llama.max_length]]))
+
+    @pytest.mark.timeout(60)
+    def test_time_does_not_grow_with_a_word(self):
+        """Splitting a word of a million letters would take days."""
+        encoder = make_text_encoder("wordllama:64x65536")
+        assert torch.equal(encoder.tokenize(["ab" * 500_000]), encoder.tokenize(["ab" * 32]))
+
+    @pytest.mark.bits
+    def test_tokens_do_not_depend_on_the_batch(self, llama):
+        ids = llama.tokenize(CAPTIONS)
+        tokens, _ = llama.encode(ids)
+        for i, row in enumerate(ids):
+            length = int((row != PADDING).sum())
+            assert torch.equal(llama.encode(row[None, :length])[0][0], tokens[i, :length])
+
+    def test_sizes(self, llama):
+        small = make_text_encoder("wordllama:64x8")
+        assert isinstance(small, WordLlama)
+        assert (small.dim, small.max_length, small.num_ids) == (64, 8, 32000)
+        assert torch.equal(small.embeddings, llama.embeddings[:, :64])
+        assert (small.tokenize(["a b c d e f g h i j"]) != PADDING).all()
+        assert small.describe().fingerprint != llama.describe().fingerprint
+        assert small.describe().spec == "wordllama:64x8"
+
+    @pytest.mark.bits
+    def test_round_trip(self, llama, tmp_path, monkeypatch):
+        llama.save(tmp_path)
+        monkeypatch.setattr(text, "files", no_files)
+        again = load_text_encoder(tmp_path)
+        ids = llama.tokenize(CAPTIONS)
+        assert torch.equal(again.tokenize(CAPTIONS), ids)
+        assert torch.equal(again.encode(ids)[0], llama.encode(ids)[0])
+        assert again.describe() == llama.describe()
+        assert TextEncoderCard.parse(again.describe().values(), "") == again.describe()
+
+    def test_a_model_samples_without_the_package(self, tmp_path, monkeypatch):
+        data, expert, model, out = (str(tmp_path / name) for name in ("data", "expert", "model", "out"))
+        main(["prepare", "avatars", "--num", "24", "--workers", "0", "--text", "wordllama:64x16", "--out", data])
+        main(["train", data, "--model", "xs", "--steps", "2", "--batch", "4", "--device", "cpu", "--out", expert])
+        monkeypatch.setattr(text, "files", no_files)
+        for name in ("wordllama", "tokenizers", "transformers"):
+            monkeypatch.setitem(sys.modules, name, None)
+        main(["assemble", expert, "--data", data, "--out", model])
+        main(["sample", model, "a red cat in a cap", "--steps", "2", "--device", "cpu", "--out", out])
+        assert list(Path(out).glob("*.png"))
+
+    def test_not_installed(self, monkeypatch):
+        monkeypatch.setattr(text, "files", no_files)
+        with pytest.raises(InputError, match=r"^this needs the files of wordllama: pip install 'atoll\[text\]'$"):
+            make_text_encoder("wordllama")
+
+    def test_its_code_is_not_imported(self):
+        program = (
+            "import sys; from atoll.encoders.text import make_text_encoder; make_text_encoder('wordllama')\n"
+            "assert not {'wordllama', 'tokenizers', 'requests'} & sys.modules.keys()"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+    @pytest.mark.parametrize("content", [b"x" * 500, b"\xff\n" * 100, b"\n" * 31999, "é".encode() * 300])
+    def test_damaged_vocabulary(self, llama, content, tmp_path):
+        llama.save(tmp_path)
+        path = tmp_path / "text_encoder" / "model.safetensors"
+        weights = load_file(path)
+        weights["pieces"][: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        save_file(weights, path)
+        config = path.with_name("config.json")
+        about = json.loads(config.read_text())
+        del about["sha256"]
+        config.write_text(json.dumps(about))
+        with pytest.raises(InputError, match="the vocabulary in .* is not 32000 pieces with all bytes: copy it again"):
+            load_text_encoder(tmp_path)
+
+    def test_bad_input(self, llama):
+        for ids in ([[32000]], [[-1]]):
+            with pytest.raises(InputError, match=r"token ids must be integers \[batch, up to 48\] from 0 to 31999"):
+                llama.encode(torch.tensor(ids))
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("wordlama", "unknown text encoder 'wordlama': did you mean 'wordllama'"),
+            ("wordllama:64", "write it like wordllama:64x48"),
+            ("wordllama:100x48", "wordllama has no tokens 100 wide: choose 64, 128, 256"),
+            ("wordllama:64x1", "at least 2"),
+        ],
+    )
+    def test_bad_specs(self, spec, message):
+        with pytest.raises(InputError, match=message):
+            make_text_encoder(spec)
+
+    @pytest.mark.parametrize("sizes", [(64, 8, 10**9, 10), (64, 8, 1, 10), (64, 8, 300, 10**12), (3, 8, 300, 999)])
+    def test_hostile_sizes(self, sizes):
+        with pytest.raises(InputError, match="cannot be"):
+            WordLlamaConfig(*sizes)
 
 
 @pytest.fixture

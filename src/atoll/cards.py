@@ -99,7 +99,13 @@ class CodecCard(Card):
     explained_variance: Number | None = None  # of pca
     shift: list[Number] | None = None  # of a VAE, and so is the next
     scale: list[Number] | None = None
-    fingerprint: str
+    decoder: str | None = None  # the fingerprint of what decodes alone, and makes no latents: a refiner
+    fingerprint: str  # of all else
+
+    @property
+    def images(self) -> str:
+        """Returns what tells apart codecs that make other images of the same latents."""
+        return self.fingerprint if self.decoder is None else hash_of([self.fingerprint, self.decoder])
 
 
 class TextEncoderCard(Card):
@@ -139,11 +145,13 @@ class SourceCard(Card):
     name: str
     kind: str
     template: str | None = None
+    caption_column: str | None = None
     num: Count | None = None
     seed: int | None = None
     follow_links: bool = False
     items: Count
     keys: str  # a digest of the items' names and captions
+    captions: Annotated[int, Field(ge=1, le=255)] = 1  # the most that an image has
 
 
 class PrepareCard(Card):
@@ -158,6 +166,7 @@ class PrepareCard(Card):
     min_side: int | None
     max_aspect: Number
     license: str
+    flip: bool = False
 
 
 class Counts(Card):
@@ -389,7 +398,8 @@ def file_digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = di
 def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: Path, model: str | Path) -> None:
     """Refuses a part or data whose codec, text encoder or features (`what`) are not those of `model`.
 
-    The fingerprint and the dtype decide: the same weights in another folder are the same thing.
+    The fingerprint and the dtype decide: the same weights in another folder are the same thing. A codec's `decoder`
+    does not: whichever decodes them, the latents are the same.
     """
     if (theirs.fingerprint, theirs.dtype) != (ours.fingerprint, ours.dtype):
         one, other = (f"{shown(card.spec)[1:-1]}, {card.dtype}, {card.fingerprint[:8]}" for card in (theirs, ours))

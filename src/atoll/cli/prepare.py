@@ -14,6 +14,7 @@ def prepare(
     settings: Annotated[PrepareSettings, tyro.conf.arg(name="")],
     num: int | None = None,
     template: str | None = None,
+    caption_column: str | None = None,
     seed: int = 0,
     workers: int | None = None,
     device: str = "auto",
@@ -28,14 +29,17 @@ def prepare(
       atoll prepare flowers/ --template "a photo of a {label}" --out data
 
     Args:
-        source: A folder of images (NAME.txt beside NAME.jpg, or metadata.jsonl / .csv with file_name and text, or
-            class folders with --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the
-            built-in avatars, shapes, digits.
+        source: A folder of images (NAME.txt or NAME.json beside NAME.jpg; metadata.jsonl, .csv or .parquet with
+            file_name and caption; captions.txt or results.csv as of Flickr; captions_*.json of COCO; class folders with
+            --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the built-in avatars,
+            shapes, digits.
         out: The folder to make.
         settings: How images are prepared.
         num: How many images: the first of a built-in data set; of any other source a random choice, by SEED and
             their names, whatever their order. Some of these may still be left out, as any others.
         template: Makes captions of folder names: "a photo of a {label}".
+        caption_column: The key or column with captions: by default the first of caption, text, prompt, description.
+            A list of texts, or several rows of one image, are several captions: training draws one per step.
         seed: Of a built-in data set, and of the choice of NUM images of any other.
         workers: Processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
@@ -43,7 +47,8 @@ def prepare(
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
-    card = make(Source(source, template, num, settings.size, seed), out, settings, workers, device=device)
+    place = Source(source, template, num, settings.size, seed, caption_column)
+    card = make(place, out, settings, workers, device=device)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))
     print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")
     if counts.rejected:

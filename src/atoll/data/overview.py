@@ -22,10 +22,12 @@ def describe(data: Dataset) -> Iterator[str]:
     present = "" if len(data) == counts.rows else f" ({len(data)} of them here)"
     yield f"{data.folder}: {counts.rows} images{present} of {source.items} in {source.name} ({source.kind})"
     yield f"  split     {counts.train} to train on, {counts.held_out} held out"
-    shape = " x ".join(map(str, card.latent_shape))
-    yield f"  images    {card.settings.size} x {card.settings.size} pixels, as latents {shape} by {card.codec.spec}"
+    shape, flip = " x ".join(map(str, card.latent_shape)), ", also mirrored" if card.settings.flip else ""
+    pixels = f"{card.settings.size} x {card.settings.size} pixels"
+    yield f"  images    {pixels}, as latents {shape} by {card.codec.spec}{flip}"
     num_tokens, num_features = (data.column(name)[:1].shape[1] for name in ("tokens", "features"))
-    yield f"  text      {card.text.spec}, up to {num_tokens} tokens"
+    several = f", up to {source.captions} captions per image" if source.captions > 1 else ""
+    yield f"  text      {card.text.spec}, up to {num_tokens} tokens{several}"
     yield f"  features  {card.features.spec}, {num_features} numbers"
     size = sum(shard.path.stat().st_size for shard in data.shards)
     yield f"  on disk   {size / 1e6:.1f} MB, {size / len(data):.0f} bytes per image"

@@ -13,6 +13,7 @@ import hashlib
 import heapq
 import json
 import os
+import re
 import shutil
 import warnings
 from collections import Counter
@@ -32,7 +33,7 @@ from atoll.cards import DATASET, FORMAT, BegunDatasetCard, Counts, DatasetCard, 
 from atoll.data.duplicates import Duplicates
 from atoll.data.images import CroppedImage, Transform
 from atoll.data.settings import PrepareSettings
-from atoll.data.shards import HELD_OUT, TRAIN, Shard, write_shard, write_sums
+from atoll.data.shards import HELD_OUT, MORE, TRAIN, Shard, write_shard, write_sums
 from atoll.data.sources import DAMAGED, Item, Reader, Samples, Source, batched, readers
 from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
 from atoll.encoders.features import Features, Simple, make_features
@@ -58,6 +59,8 @@ class Encoders(NamedTuple):
     text: TextEncoder
     features: Features
     device: torch.device
+    num_captions: int = 1  # the most that an image has
+    flip: bool = False
 
     @property
     def slow(self) -> bool:
@@ -72,11 +75,24 @@ class Encoders(NamedTuple):
             "features": self.features.extract(_tensor(large).to(self.device) if large else pixels).half(),
             "tokens": self.text.tokenize([item.caption or "" for item, _ in rows]).to(torch.int32),
         }
-        for name in ("latents", "features"):
+        if self.num_captions > 1:
+            columns |= self._more_captions([item.more for item, _ in rows])
+        if self.flip:
+            flipped, latents = self.codec.encode(pixels.flip(3)).half(), columns["latents"]
+            sided = torch.tensor([_tells_left_from_right(item) for item, _ in rows], device=flipped.device)
+            columns["flipped"] = torch.where(sided[:, None, None, None], latents, flipped)
+        for name in (name for name in ("latents", "flipped", "features") if name in columns):
             if not bool(torch.isfinite(columns[name]).all()):
                 key = shown(rows[0][0].key)
                 raise InputError(f"the {name} of {key} and after are not finite in half precision: use another model")
         return {name: column.cpu().numpy() for name, column in columns.items()}
+
+    def _more_captions(self, captions: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        """Returns how many captions each image has, and the tokens of all but the first: [B, num_captions - 1, L]."""
+        tokens = torch.zeros(len(captions), self.num_captions - 1, self.text.max_length, dtype=torch.int32)
+        present = torch.tensor([[i < len(more) for i in range(self.num_captions - 1)] for more in captions])
+        tokens[present] = self.text.tokenize([caption for more in captions for caption in more]).to(torch.int32)
+        return {"num_captions": (1 + present.sum(1)).to(torch.uint8), "more_tokens": tokens}
 
 
 class ShardWriter:
@@ -123,6 +139,8 @@ class ShardWriter:
             "label": [item.label for item, _ in rows],
             "rejected": rejected,
         }
+        if self.encoders.num_captions > 1:
+            strings[MORE] = ["\n".join(item.more) for item, _ in rows]  # none of them holds a line break
         path = self._next_path()
         digest = write_shard(path, columns, strings)
         self._note(Shard(path), digest)
@@ -176,13 +194,14 @@ def prepare(
         with readers(num_workers, transform_of(settings, features.size), chunk) as read:
             if not (out / "vae").exists():
                 images = _read_sample(source, sample, read, progress) if needs_sample(settings.codec) else None
-                codec = make_codec(settings.codec, sample=images)
+                codec = make_codec(settings.codec, sample=images, progress=progress)
                 codec.latent_shape(settings.size)
                 write_json(out / DATASET, begun.values())
                 _save_whole(out, codec)
             codec = load_codec(out).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
             drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
-            writer = ShardWriter(out / "shards", Encoders(codec, text, features, place), drop_near, settings.holdout)
+            encoders = Encoders(codec, text, features, place, listed.captions, settings.flip)
+            writer = ShardWriter(out / "shards", encoders, drop_near, settings.holdout)
             with tqdm(total=listed.items, initial=writer.num_items, desc="prepare", unit=" images", smoothing=0.1,
                       disable=not progress) as bar:  # fmt: skip
                 samples = read(islice(source.items(), writer.num_items, None))
@@ -215,17 +234,21 @@ def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> tuple[SourceCard, list[Item]]:
     """Returns the source's card and a fixed sample of its items without a fault, with no look at any image."""
-    digest, num = hashlib.blake2b(digest_size=16), 0
+    digest, num, num_captions = hashlib.blake2b(digest_size=16), 0, 1
     heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
     for num, item in enumerate(tqdm(source.items(), "count", unit=" images", disable=not progress, leave=False), 1):
         name = item.key.encode("utf-8", "surrogateescape")
         digest.update(name + repr((item.caption, item.fault, item.where[:1], item.where[2:])).encode(errors="replace"))
+        if item.more:
+            digest.update(repr(item.more).encode(errors="replace"))
+            num_captions = max(num_captions, 1 + len(item.more))
         if not item.fault:
             rank = -int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
             (heapq.heappush if len(heap) < num_sample else heapq.heappushpop)(heap, (rank, num, item))
     if num == 0:
         raise InputError(f"there is no image in {source.place}: images end in .jpg, .png, .webp and the like")
-    card = SourceCard(**source.describe(), items=num, keys=digest.hexdigest())
+    several = {"captions": num_captions} if num_captions > 1 else {}
+    card = SourceCard(**source.describe() | several, items=num, keys=digest.hexdigest())
     return card, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])]
 
 
@@ -234,13 +257,15 @@ def _begin(
 ) -> BegunDatasetCard:
     """Returns the card of this run as far as it is known; one that is in the folder must be of this very run."""
     path = out / DATASET
+    # Where nothing is mirrored, the card says what it said before there was a choice.
+    told = {name: value for name, value in asdict(settings).items() if name != "flip" or value}
     specs = {part: public_spec(getattr(settings, part)) for part in ("codec", "text", "features")}
     current = BegunDatasetCard(
         format=FORMAT,
         complete=False,
         license=settings.license,
         source=source,
-        settings=PrepareCard(**asdict(settings) | specs),
+        settings=PrepareCard(**told | specs),
         text=text.describe(),
         features=features.describe(),
     )
@@ -254,11 +279,16 @@ def _begin(
     for key, value in now.items():
         if before[key] != value:
             change = f"{key} was {shown(before[key])}, now {shown(value)}"
-            change = "its images or captions have changed" if key in ("items", "keys") else change
+            change = "its images or captions have changed" if key in ("items", "keys", "captions") else change
             raise InputError(f"{out} was begun otherwise ({change}): choose another --out, or delete it to start anew")
     require_same(begun.text, current.text, "text encoder", out, "this run")
     require_same(begun.features, current.features, "features", out, "this run")
     return begun
+
+
+def _tells_left_from_right(item: Item) -> bool:
+    """Whether a caption would be wrong of the mirrored image."""
+    return any(re.search(r"\b(left|right)\b", text, re.IGNORECASE) for text in (item.caption or "", *item.more))
 
 
 def _read_sample(source: Source, sample: list[Item], read: Reader, progress: bool) -> Tensor:
@@ -287,7 +317,10 @@ def _tensor(pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
 
 def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
     [(fault, _)] = faults.most_common(1)
-    captions = "add NAME.txt beside NAME.jpg, a metadata.jsonl, or --template 'a photo of a {label}' for class folders"
+    captions = (
+        "add NAME.txt beside NAME.jpg, a metadata.jsonl, or --template 'a photo of a {label}' for class folders, "
+        "or name the key of captions with --caption-column"
+    )
     return InputError(
         f"none of the {faults.total()} images tried of {source.place} can be used, mostly: {printable(fault, 200)}; "
         + (captions if fault == "no caption" else "fix them")

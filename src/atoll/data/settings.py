@@ -14,10 +14,11 @@ class PrepareSettings:
     size: int = 32
     """Images are scaled and cropped to SIZE x SIZE pixels."""
     codec: str = "pca"
-    """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of another data
-    set."""
+    """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), pca:lapped (patches overlap: for photographs),
+    pca:plain (decoded without a network against grain and seams), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of
+    another data set."""
     text: str = "words"
-    """words, or clip:HUB_ID_OR_FOLDER."""
+    """words (hashed), wordllama (with meaning), or clip:HUB_ID_OR_FOLDER."""
     features: str = "simple"
     """What images are clustered by: simple, efficientnet, efficientnet:SIZE, dino:HUB_ID_OR_FOLDER or
     clip:HUB_ID_OR_FOLDER."""
@@ -29,6 +30,9 @@ class PrepareSettings:
     """Images with a shorter side are left out; half of SIZE by default."""
     max_aspect: float = 4.0
     """Images that are longer than this times their width are left out."""
+    flip: bool = False
+    """Trains on mirrored images as well, but for those whose captions say left or right. Leave it off for images of
+    text, faces that must be recognised, and all that has a side."""
     license: str = "unknown"
     """Goes into dataset.json and travels with all that is made of the data."""
 

@@ -46,6 +46,7 @@ from atoll.tensors import Entry, check_memory, read_header
 
 TRAIN, HELD_OUT = 0, 1
 STRINGS = ("key", "caption", "label")
+MORE = "more_captions"  # strings of data with several captions per image: all but the first, a line each
 SUMS = "SHA256SUMS"
 AGAIN = "copy it again from its source"
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
@@ -68,6 +69,11 @@ class Shard:
     def names(self) -> list[str]:
         """The columns of fixed-size rows."""
         return [name for name in self._entries if "." not in name]
+
+    @property
+    def string_names(self) -> list[str]:
+        """The columns of strings, one per row."""
+        return [name for name in (*STRINGS, MORE) if f"{name}.offsets" in self._entries]
 
     def kind(self, name: str) -> tuple[Any, tuple[int, ...]]:
         """Returns the dtype of a column, and the shape of a row."""
@@ -130,7 +136,7 @@ def _num_rows(entries: Mapping[str, Entry]) -> int:
             fits = len(entry.shape) == 1 and entry.dtype == {"bytes": "U8", "offsets": "I64"}.get(part)
         else:
             fits = entry.dtype in _DTYPES and entry.shape[:1] == (num,)
-        if not fits or (name.removesuffix(".offsets") in STRINGS and entry.shape != (num + 1,)):
+        if not fits or (name.removesuffix(".offsets") in (*STRINGS, MORE) and entry.shape != (num + 1,)):
             raise ValueError(f"{shown(name)} is {entry.dtype} {shown(list(entry.shape))} in a shard of {num} rows")
     return num
 
@@ -308,6 +314,7 @@ def regroup(
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         columns = {name: data.column(name) for name in data.shards[0].names}
+        strings = data.shards[0].string_names
         with tqdm(total=len(data), desc="regroup", unit=" images", disable=not progress, leave=False) as bar:
             for cluster in range(num_clusters):
                 members = np.flatnonzero(cluster_of == cluster)
@@ -316,7 +323,7 @@ def regroup(
                 for start in range(0, len(members), rows_a_shard):
                     rows, path = members[start : start + rows_a_shard], place / f"{len(sums):05d}.safetensors"
                     own = {name: column[rows] for name, column in columns.items()}
-                    sums[path.name] = write_shard(path, own, {name: data.strings(name, rows) for name in STRINGS})
+                    sums[path.name] = write_shard(path, own, {name: data.strings(name, rows) for name in strings})
                     bar.update(len(rows))
                 write_sums(place, sums)
         finish(staged)

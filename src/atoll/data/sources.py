@@ -5,7 +5,6 @@ own bytes, in any process. Names inside archives are labels: nothing is ever wri
 is a regular file inside the source and no larger than it may be: the rest is a fault of the item.
 """
 
-import csv
 import errno
 import hashlib
 import heapq
@@ -20,33 +19,40 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from io import BufferedReader, TextIOWrapper
+from io import BufferedReader
 from itertools import islice
 from multiprocessing import get_context
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
 from atoll.data.builtin import NAMES, make
+from atoll.data.captions import (
+    MAX_CAPTION,
+    MAX_CAPTIONS,
+    CaptionFile,
+    Texts,
+    caption_columns,
+    captions_in,
+    note_choice,
+    read_caption_files,
+    texts_of,
+)
 from atoll.data.images import CroppedImage, Rejected, Transform, read_image
+from atoll.data.tables import Bounded, column_names, pyarrow, table_batches
 from atoll.errors import InputError, printable, shown
 from atoll.processes import die_with_parent
-from atoll.storage import check_size, open_regular, parse_json, read_bytes, real_path, reason_of, resolved
+from atoll.storage import open_regular, parse_json, read_bytes, real_path, reason_of, resolved
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 TABLES = (".parquet", ".arrow")
-METADATA = ("metadata.jsonl", "metadata.csv")
-CAPTION_KEYS = ("text", "caption", "TEXT", "prompt")
 MAX_IMAGE = 256 << 20  # bytes of a file or a member
 MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption
-MAX_CAPTION = 10_000  # characters; what comes after them is cut off
 MAX_LABEL = 255  # characters, as of a folder's name
-MAX_METADATA = 1 << 30  # bytes: it is held in memory
 MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
 MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
-MAX_TABLE_READ = 2 << 30  # bytes: of a record batch
-TABLE_BATCH, TABLE_BATCH_BYTES = 256, 256 << 20  # rows of a Parquet file that are read at once, and about their size
+MAX_KEPT = 100_000  # items held in memory, of half a kilobyte each
 AT_A_TIME = 32  # items handed to a process
 DAMAGED = "is damaged after this point"  # said of an archive or a table: what follows is lost
 
@@ -61,6 +67,7 @@ class Item(NamedTuple):
     caption: str | None = None
     label: str = ""
     fault: str = ""
+    more: Texts = ()  # further captions
 
 
 Sample = tuple[Item, CroppedImage | None]
@@ -70,19 +77,25 @@ Reader = Callable[[Iterable[Item]], Samples]
 
 @dataclass(frozen=True)
 class Source:
-    """A place with images. `template` makes captions of folder names: "a photo of a {label}"."""
+    """A place with images. `template` makes captions of folder names: "a photo of a {label}".
+
+    `caption_column` is the key or column of captions, by default the first of those that are usual.
+    """
 
     place: str
     template: str | None = None
     num: int | None = None  # how many: the first of a built-in one, a random choice of any other
     size: int = 32
     seed: int = 0
+    caption_column: str | None = None
 
     def __post_init__(self) -> None:
         if self.num is not None and self.num < 1:
             raise InputError(f"--num must be at least 1, but is {self.num}")
         if self.kind == "built-in" and self.template is not None:
             raise InputError(f"{self.place} has captions of its own: leave --template out")
+        if self.kind == "built-in" and self.caption_column is not None:
+            raise InputError(f"{self.place} has captions of its own: leave --caption-column out")
         if self.template is not None and "{label}" not in self.template:
             raise InputError(f"the template {self.template!r} must contain {{label}}, as in 'a photo of a {{label}}'")
 
@@ -93,12 +106,27 @@ class Source:
 
     def items(self) -> Iterator[Item]:
         """Yields all items, in their order; with `num`, so many of them, and all that have a fault."""
-        everything = self.num is None or self.kind == "built-in"
-        return (item for item in self._all() if everything or item.fault or self._rank(item) in self._chosen)
+        if self.num is None or self.kind == "built-in":
+            return self._all()
+        if self.num <= MAX_KEPT:
+            return iter(self._few)
+        return (item for item in self._all() if item.fault or self._rank(item) in self._chosen)
+
+    @cached_property
+    def _few(self) -> list[Item]:
+        """What `items` yields, found by listing the source once: in a folder of a million each time takes minutes."""
+        faults, heap = list[tuple[int, Item]](), list[tuple[int, int, Item]]()
+        for place, item in enumerate(self._all()):
+            if item.fault:
+                faults.append((place, item))
+            else:
+                full = len(heap) == self.num
+                (heapq.heappushpop if full else heapq.heappush)(heap, (-self._rank(item), place, item))
+        return [item for _, item in sorted([*faults, *((place, item) for _, place, item in heap)])]
 
     @cached_property
     def _chosen(self) -> set[int]:
-        """The ranks of `num` items."""
+        """The ranks of `num` items, too many to be held themselves."""
         return set(heapq.nsmallest(self.num or 0, (self._rank(item) for item in self._all() if not item.fault)))
 
     def _rank(self, item: Item) -> int:
@@ -113,7 +141,8 @@ class Source:
                 where = ("built-in", self.place, self.num, self.size, self.seed, i)
                 yield Item(f"{self.place}/{i:08d}", where, caption="?")
         elif self.kind == "folder":
-            yield from map(self._captioned, _folder_items(resolved(place)))
+            read_json = self.template is None or self.caption_column is not None
+            yield from map(self._captioned, _folder_items(resolved(place), self.caption_column, read_json))
         else:
             list_items = _tar_items if self.kind == "tar" else _table_items
             root, paths = resolved(place).parent, [resolved(place)]  # the user's own link may lead anywhere
@@ -123,26 +152,28 @@ class Source:
             for path in paths:
                 name = path.relative_to(place).as_posix() if place.is_dir() else place.name
                 try:
-                    yield from map(self._captioned, list_items(real_path(path, root), name))
+                    yield from map(self._captioned, list_items(real_path(path, root), name, self.caption_column))
                 except OSError as error:
                     yield Item(name, (), fault=f"cannot be read ({reason_of(error)})")
 
     def _captioned(self, item: Item) -> Item:
         if item.fault:
             return item
-        caption = item.caption
-        if not caption and self.template is not None and item.label:
-            caption = self.template.replace("{label}", item.label.replace("_", " "))
-        if caption is None:
+        texts = [text for text in (item.caption, *item.more) if text is not None]
+        if not any(texts) and self.template is not None and item.label:
+            texts = [self.template.replace("{label}", item.label.replace("_", " "))]
+        if not texts:
             return item._replace(fault="no caption")
-        caption = " ".join(unicodedata.normalize("NFC", caption[:MAX_CAPTION]).split())
-        return item._replace(caption=caption, fault="" if caption else "empty caption")
+        plain = (" ".join(unicodedata.normalize("NFC", text[:MAX_CAPTION]).split()) for text in texts[:MAX_CAPTIONS])
+        first, *more = list(dict.fromkeys(filter(None, plain))) or [""]
+        return item._replace(caption=first, more=tuple(more), fault="" if first else "empty caption")
 
     def describe(self) -> dict[str, Any]:
         """Returns what dataset.json says; a path is named by its last part, since the rest belongs to one machine."""
         built_in = self.kind == "built-in"
         name = {"name": self.place if built_in else resolved(self.place).name, "kind": self.kind}
         template = {} if built_in else {"template": self.template}
+        template |= {} if self.caption_column is None else {"caption_column": self.caption_column}
         return name | template | ({"num": self.num, "seed": self.seed} if built_in or self.num is not None else {})
 
 
@@ -157,8 +188,8 @@ def _kind_of(place: str) -> str:
     if path.is_dir():
         if any(path.glob("*.tar")):
             return "tar"
-        tables = (any(path.glob(f"{level}*{suffix}")) for level in ("", "*/") for suffix in TABLES)
-        return "table" if any(tables) else "folder"
+        tables = (table for level in ("", "*/") for suffix in TABLES for table in path.glob(f"{level}*{suffix}"))
+        return "folder" if all(_is_metadata(table, path) for table in tables) else "table"
     if path.suffix not in (".tar", *TABLES):
         advice = ": unpack it first" if path.suffix in (".gz", ".tgz", ".zip", ".bz2", ".xz") else ""
         raise InputError(f"{place} is neither a folder nor a .tar, .parquet or .arrow file{advice}")
@@ -167,6 +198,14 @@ def _kind_of(place: str) -> str:
     except OSError as error:
         raise InputError(f"{place} cannot be read ({reason_of(error)}): {offered}") from error
     return "tar" if path.suffix == ".tar" else "table"
+
+
+def _is_metadata(path: Path, root: Path) -> bool:
+    """Whether a table only tells of images that lie beside it."""
+    try:
+        return path.name == "metadata.parquet" and "file_name" in column_names(path, root)
+    except OSError:
+        return True  # what is wrong with it is said when it is read
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -237,9 +276,9 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def _folder_items(root: Path) -> Iterator[Item]:
-    """Images with captions beside them, or in the metadata of their folder or of one above it."""
-    metadata: dict[Path, dict[str, str]] = {}  # of this folder and those above it
+def _folder_items(root: Path, column: str | None, read_json: bool) -> Iterator[Item]:
+    """Images with captions beside them, or in a file of their folder or of one above it."""
+    files: dict[Path, list[CaptionFile]] = {}  # of this folder and those above it
     folders, links = set[Path](), list[Path]()
     for place, subfolders, names in os.walk(root):
         folder = Path(place)
@@ -248,87 +287,58 @@ def _folder_items(root: Path) -> Iterator[Item]:
         links += [folder / name for name in visible if (folder / name).is_symlink()]
         # A data set that was made of images is no source.
         subfolders[:] = [name for name in visible if not os.path.lexists(folder / name / "dataset.json")]
-        metadata = {above: captions for above, captions in metadata.items() if folder.is_relative_to(above)}
-        for name in [name for name in METADATA if name in names][:1]:
-            metadata[folder], bad_rows = _read_metadata(folder / name, root)
-            for number in bad_rows:
-                key = (folder / f"metadata, row {number}").relative_to(root).as_posix()
-                yield Item(key, (), fault=f"a row of {name} without file_name and text")
+        for done in [above for above in files if not folder.is_relative_to(above)]:
+            for file in files.pop(done):
+                yield from _faults(file, root, file.leftover())
+        if read := read_caption_files(folder, names, root, column):
+            files[folder] = read
+            for file in read:
+                yield from _faults(file, root, file.faults())
         for path in (folder / name for name in sorted(names)):
             if path.suffix.lower() in IMAGES and not path.name.startswith("."):
-                listed = (captions.get(path.relative_to(above).as_posix()) for above, captions in metadata.items())
-                caption = next((c for c in listed if c is not None), None)
-                yield _file_item(path, root, caption, "" if folder == root else folder.name)
+                listed = [  # all of them are asked: each tells in the end which of its images are missing
+                    file.find(PurePosixPath(path.relative_to(above))) for above, some in files.items() for file in some
+                ]
+                texts = next((texts for texts in listed if texts is not None), ())
+                label = "" if folder == root else folder.name
+                yield _file_item(path, root, texts, label, column, read_json)
+    for file in (file for some in files.values() for file in some):
+        yield from _faults(file, root, file.leftover())
     for link in links:
         if not os.path.lexists(link / "dataset.json") and resolved(link) not in folders:
             yield Item(link.relative_to(root).as_posix(), (), fault="a linked folder: give it as a source of its own")
 
 
-def _file_item(path: Path, root: Path, caption: str | None, label: str) -> Item:
-    """An image of a folder, with the caption beside it if there is no other."""
-    size, fault, sidecar = 0, "", path.with_suffix(".txt")
+def _faults(file: CaptionFile, root: Path, faults: Iterable[tuple[str, str]]) -> Iterator[Item]:
+    for name, fault in faults:
+        yield Item((file.path.parent / name).relative_to(root).as_posix(), (), fault=fault)
+
+
+def _file_item(path: Path, root: Path, texts: Texts, label: str, column: str | None, read_json: bool) -> Item:
+    """An image of a folder, with the captions beside it if there are no others."""
+    size, fault = 0, ""
     try:
         size = (real_path(path, root) if path.is_symlink() else path).stat().st_size
-        if caption is None and os.path.lexists(sidecar):
-            caption = read_bytes(sidecar, MAX_TEXT, root).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        # A text is at hand more often, but who names a column means that of the .json.
+        for sidecar in (path.with_suffix(end) for end in ((".txt", ".json") if column is None else (".json", ".txt"))):
+            if texts or (sidecar.suffix == ".json" and not read_json) or not os.path.lexists(sidecar):
+                continue
+            content = read_bytes(sidecar, MAX_TEXT, root)
+            is_text = sidecar.suffix == ".txt"
+            texts = (content.decode("utf-8-sig"),) if is_text else captions_in(parse_json(content), column)
+    except (OSError, ValueError) as error:
         fault = f"image or caption cannot be read ({reason_of(error)})"
-    return Item(path.relative_to(root).as_posix(), ("file", str(root), size), caption, label, fault)
+    return _item(path.relative_to(root).as_posix(), ("file", str(root), size), texts, label, fault)
 
 
-def _read_metadata(path: Path, root: Path) -> tuple[dict[str, str], list[int]]:
-    """Returns file name -> caption by the imagefolder convention (file_name, text), and the rows that are neither."""
-    captions: dict[str, str] = {}
-    bad_rows: list[int] = []
-    try:
-        check_size(path, MAX_METADATA, root)
-        with open_regular(path, root) as raw, TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-            lines = (line for line in file if line.strip())
-            rows: Iterator[Any] = csv.DictReader(lines) if path.suffix == ".csv" else map(_json_or_none, lines)
-            for number, row in enumerate(rows, 1):
-                name = row.get("file_name") if isinstance(row, dict) else None
-                caption = _caption_in(row) if name else None
-                if isinstance(name, str) and caption is not None:
-                    captions[posixpath.normpath(name)] = caption[:MAX_CAPTION]
-                else:
-                    bad_rows.append(number)
-    except (UnicodeDecodeError, OSError, csv.Error) as error:
-        raise InputError(
-            f"{path} cannot be read ({reason_of(error)}): save it as UTF-8, with file_name and text in each row"
-        ) from error
-    return captions, bad_rows
-
-
-def _caption_in(row: dict[str, Any]) -> str | None:
-    return next((row[key] for key in CAPTION_KEYS if isinstance(row.get(key), str)), None)
-
-
-def _json_or_none(line: str) -> Any:
-    try:
-        return parse_json(line.encode())
-    except ValueError:
-        return None
+def _item(key: str, where: tuple[Any, ...], texts: Texts, label: str, fault: str = "") -> Item:
+    return Item(key, where, texts[0] if texts else None, label, fault, texts[1:])
 
 
 # --- tars ---------------------------------------------------------------------------------------------------------
 
 
-class _Bounded:
-    """A file of which at most `limit` bytes are read at once, whatever its headers claim."""
-
-    def __init__(self, file: BufferedReader, limit: int) -> None:
-        self._file, self._limit = file, limit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= self._limit:
-            raise OSError(errno.EFBIG, f"it claims a part of {shown(size)} bytes")
-        return self._file.read(size)
-
-
-def _tar_items(path: Path, tar: str) -> Iterator[Item]:
+def _tar_items(path: Path, tar: str, column: str | None) -> Iterator[Item]:
     """WebDataset: members that share a name up to the first dot of its last part are one sample."""
     sample: dict[str, tarfile.TarInfo] = {}
     stem, damage = "", ""
@@ -343,14 +353,14 @@ def _tar_items(path: Path, tar: str) -> Iterator[Item]:
                 base, _, extension = tail.partition(".")
                 name = f"{head}/{base}" if head else base
                 if name != stem and sample:
-                    yield _tar_sample(path, f"{tar}/{stem}", sample, raw)
+                    yield _tar_sample(path, f"{tar}/{stem}", sample, raw, column)
                     sample = {}
                 stem = name
                 sample["." + extension.lower()] = member
         except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
             damage = f"the archive {DAMAGED} ({printable(reason_of(error), 200)})"
         if sample:
-            yield _tar_sample(path, f"{tar}/{stem}", sample, raw)
+            yield _tar_sample(path, f"{tar}/{stem}", sample, raw, column)
         if damage:
             yield Item(f"{tar}/{stem}", (), fault=damage)
 
@@ -358,7 +368,7 @@ def _tar_items(path: Path, tar: str) -> Iterator[Item]:
 def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
     """Yields the members of an archive; raises ReadError and the like unless it has an end, and all lie before that."""
     size = os.fstat(raw.fileno()).st_size
-    archive: Any = tarfile.TarFile(fileobj=_Bounded(raw, MAX_TAR_HEADER), mode="r")
+    archive: Any = tarfile.TarFile(fileobj=Bounded(raw, MAX_TAR_HEADER), mode="r")
     last = -1
     while (member := archive.next()) is not None:
         archive.members.clear()  # which would grow with the archive
@@ -377,21 +387,24 @@ def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError("there is no header where the next one should be")
 
 
-def _tar_sample(path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: BufferedReader) -> Item:
+def _tar_sample(
+    path: Path, stem: str, sample: dict[str, tarfile.TarInfo], raw: BufferedReader, column: str | None
+) -> Item:
     extension = next((e for e in sample if e in IMAGES), None)
     if extension is None:
         return Item(stem, (), fault="no picture in the sample")
     member = sample[extension]
-    caption, fault = None, ""
+    texts, fault = Texts(), ""
     try:
-        if text := sample.get(".txt"):
-            caption = _span(raw, text.offset_data, text.size, MAX_TEXT).decode("utf-8-sig")
-        if not caption and (about := sample.get(".json")):
-            caption = _caption_in(parse_json(_span(raw, about.offset_data, about.size, MAX_TEXT)))
-    except (OSError, ValueError, AttributeError) as error:
+        for end in (".txt", ".json") if column is None else (".json", ".txt"):
+            if not any(texts) and (about := sample.get(end)):
+                content = _span(raw, about.offset_data, about.size, MAX_TEXT)
+                is_text = end == ".txt"
+                texts = (content.decode("utf-8-sig"),) if is_text else captions_in(parse_json(content), column)
+    except (OSError, ValueError) as error:
         fault = f"caption cannot be read ({printable(reason_of(error), 200)})"
     label = posixpath.basename(posixpath.dirname(stem.partition("/")[2]))
-    return Item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), caption, label, fault)
+    return _item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), texts, label, fault)
 
 
 def _span(file: BufferedReader, start: int, length: int, limit: int) -> bytes:
@@ -407,62 +420,46 @@ def _span(file: BufferedReader, start: int, length: int, limit: int) -> bytes:
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
-def _table_items(path: Path, name: str) -> Iterator[Item]:
+def _table_items(path: Path, name: str, column: str | None) -> Iterator[Item]:
     """Yields the rows of a table, and a fault where it is damaged."""
     row_number = 0
     try:
-        _, _, first = next(_table_batches(path), (0, 0, None))
+        _, _, first = next(table_batches(path), (0, 0, None))
         if first is None:
             return
-        column, text, label = _table_columns(path, first.schema)
-        wanted = [name for name in (text, label) if name] or [column]
-        for group, number, batch in _table_batches(path, wanted):
-            captions = batch.column(text).to_pylist() if text else [None] * batch.num_rows
+        image, texts, label = _table_columns(path, first.schema, column)
+        wanted = [*texts, *([label] if label else [])] or [image]
+        for group, number, batch in table_batches(path, wanted):
+            captions = [batch.column(text).to_pylist() for text in texts]
             labels = batch.column(label).to_pylist() if label else [None] * batch.num_rows
             for row in range(batch.num_rows):
-                where = ("row", str(path), group, number, row, column)
+                where = ("row", str(path), group, number, row, image)
                 row_label = "" if labels[row] is None else str(labels[row])[:MAX_LABEL]
-                yield Item(f"{name}/{row_number:08d}", where, captions[row], row_label)
+                own = tuple(text for values in captions for text in texts_of(values[row]))
+                yield _item(f"{name}/{row_number:08d}", where, own, row_label)
                 row_number += 1
     except OSError as error:
         yield Item(f"{name}/{row_number:08d}", (), fault=f"the table {DAMAGED} ({printable(reason_of(error), 200)})")
 
 
-def _table_batches(path: Path, columns: list[str] | None = None, group: int = 0) -> Iterator[tuple[int, int, Any]]:
-    """Yields (row group, number within it, record batch), from a group on; an Arrow file is one group."""
-    pa = _pyarrow()
-    damaged = (pa.ArrowException, OSError, ValueError, IndexError, KeyError)
-    try:
-        with open_regular(path) as raw:
-            if path.suffix == ".parquet":
-                from pyarrow import parquet
-
-                with parquet.ParquetFile(raw, buffer_size=1 << 20) as file:
-                    for g in range(group, file.num_row_groups):
-                        about = file.metadata.row_group(g)
-                        num = TABLE_BATCH_BYTES * about.num_rows // max(1, about.total_byte_size)
-                        batches = file.iter_batches(max(1, min(TABLE_BATCH, num)), row_groups=[g], columns=columns)
-                        yield from ((g, i, batch) for i, batch in enumerate(batches))
-            else:
-                is_file = raw.peek(6)[:6] == b"ARROW1"
-                reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(_Bounded(raw, MAX_TABLE_READ))
-                batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-                yield from ((0, i, batch) for i, batch in enumerate(batches))
-    except damaged as error:
-        raise OSError(f"cannot be read as Parquet or Arrow: {reason_of(error)}") from error
-
-
-def _table_columns(path: Path, schema: Any) -> tuple[str, str | None, str | None]:
+def _table_columns(path: Path, schema: Any, column: str | None) -> tuple[str, list[str], str | None]:
     """Returns which columns hold images, captions and labels."""
-    types = _pyarrow().types
+    types = pyarrow().types
     kinds = {name: schema.field(name).type for name in schema.names}
     images = [n for n, k in kinds.items() if types.is_struct(k) or types.is_binary(k) or types.is_large_binary(k)]
     if not images:
         raise InputError(f"{path} has no column of images: it needs one of bytes, or of {{bytes, path}}")
     image = min(images, key=lambda name: name not in ("image", "jpg", "png"))
-    kinds |= {name: kind.value_type for name, kind in kinds.items() if types.is_dictionary(kind)}
-    texts = [n for n in CAPTION_KEYS if n in kinds and (types.is_string(kinds[n]) or types.is_large_string(kinds[n]))]
-    return image, next(iter(texts), None), "label" if "label" in kinds else None
+    parts = {n: k.value_type if types.is_list(k) or types.is_large_list(k) else k for n, k in kinds.items()}
+    parts |= {name: kind.value_type for name, kind in parts.items() if types.is_dictionary(kind)}
+    names = [name for name, kind in parts.items() if types.is_string(kind) or types.is_large_string(kind)]
+    if column is not None and column not in names:
+        have = ", ".join(names) or "none"
+        raise InputError(
+            f"{path} has no column {shown(column)} of texts (it has {have}): give another --caption-column"
+        )
+    note_choice(path, names, column)
+    return image, caption_columns(names, column), "label" if "label" in kinds else None
 
 
 _open_table: dict[str, Any] = {}
@@ -473,7 +470,7 @@ def _table_image(path: str, group: int, number: int, row: int, column: str) -> b
     last = _open_table.get("at", (None, -1, -1, None))
     if last[:3] != (path, group, number):
         if last[:2] != (path, group) or number < last[2]:
-            _open_table["batches"] = _table_batches(Path(path), [column], group)
+            _open_table["batches"] = table_batches(Path(path), [column], group)
         batch = next((batch for g, i, batch in _open_table["batches"] if (g, i) == (group, number)), None)
         if batch is None:
             raise OSError("the row is no longer there")
@@ -483,11 +480,3 @@ def _table_image(path: str, group: int, number: int, row: int, column: str) -> b
     if not isinstance(content, bytes):
         raise OSError("the cell holds no image")
     return content
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ModuleNotFoundError as error:
-        raise InputError("reading Parquet and Arrow needs pyarrow: pip install 'atoll[parquet]'") from error
-    return pyarrow

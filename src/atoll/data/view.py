@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atoll.data.shards import HELD_OUT, TRAIN, Dataset
+from atoll.data.shards import HELD_OUT, TRAIN, Column, Dataset
 from atoll.encoders.codecs import Codec, device_of, load_codec, to_uint8
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
@@ -35,8 +35,16 @@ class DatasetView:
         channels, side, _ = data.card.latent_shape
         self.shape = (channels, side, side)
         self._latents, self._tokens = data.column("latents"), data.column("tokens")
+        self._flipped, self.has_flipped = data.column("flipped"), data.card.settings.flip
+        self._more, self._nums = data.column("more_tokens"), data.column("num_captions")
+        self.num_captions, length = data.card.source.captions, data.card.text.max_length
+        shapes: list[tuple[Column, tuple[int, ...]]] = [(self._latents, self.shape), (self._tokens, (length,))]
+        if self.has_flipped:
+            shapes += [(self._flipped, self.shape)]
+        if self.num_captions > 1:
+            shapes += [(self._more, (self.num_captions - 1, length)), (self._nums, ())]
         self.measured_on = "held-out rows" if len(self.held_out) else "training rows, for none are held out"
-        for column, shape in ((self._latents, self.shape), (self._tokens, (data.card.text.max_length,))):
+        for column, shape in shapes:
             if (actual := column[:1].shape[1:]) != shape:
                 raise InputError(f"{column.name} of {name} are {list(actual)}, but its dataset.json says {list(shape)}")
 
@@ -50,7 +58,17 @@ class DatasetView:
 
     def latents(self, rows: NDArray[np.int64]) -> Tensor:
         """Returns float32 [n, C, S, S]."""
-        latents = torch.from_numpy(self._latents[rows]).float()
+        return self.stored_latents(rows).float()
+
+    def stored_latents(self, rows: NDArray[np.int64], flipped: Tensor | None = None) -> Tensor:
+        """Returns [n, C, S, S] in the precision of the shards, which is half of what has to be sent to a device.
+
+        `flipped`, bool [n], says of which rows those of the mirrored image are taken.
+        """
+        latents = torch.from_numpy(self._latents[rows])
+        if flipped is not None:
+            at = np.flatnonzero(flipped.numpy())
+            latents[at] = torch.from_numpy(self._flipped[rows[at]])
         bad = ~(latents.flatten(1).abs().amax(1) <= LARGEST)  # NaN fails too
         if bool(bad.any()):
             row = int(rows[int(bad.nonzero()[0])])
@@ -60,24 +78,32 @@ class DatasetView:
             )
         return latents
 
-    def tokens(self, rows: NDArray[np.int64]) -> Tensor:
-        """Returns token ids [n, L]."""
-        return torch.from_numpy(self._tokens[rows])
+    def tokens(self, rows: NDArray[np.int64], text: TextEncoder | None = None, choice: Tensor | None = None) -> Tensor:
+        """Returns token ids [n, L], which the text encoder must know if it is given.
 
-    def longest_text(self, text: TextEncoder) -> int:
-        """Returns the tokens of the longest among 64 captions."""
-        _, mask = text.encode(self.tokens(self.train[:64]))
-        return int(mask.sum(1).max())
-
-    def encode(self, text: TextEncoder, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes captions of some rows, in float32 also within autocast: that is how they are encoded to sample."""
+        They are those of the first caption, or by `choice`, [n] in [0, 1), of any.
+        """
+        ids = torch.from_numpy(self._tokens[rows])
+        if choice is not None:
+            nums = self._nums[rows].astype(np.int64).clip(1, self.num_captions)
+            which = (choice.double().numpy() * nums).astype(np.int64)
+            at = np.flatnonzero(which)
+            ids[at] = torch.from_numpy(self._more[rows[at]][np.arange(len(at)), which[at] - 1])
         try:
-            with torch.autocast(ids.device.type, enabled=False):
-                return text.encode(ids)
+            return ids if text is None else text.checked(ids)
         except InputError as error:
             raise InputError(
                 f"a caption among rows {rows.min()} to {rows.max()} of {self.name} is damaged: {error}"
             ) from error
+
+    def longest_text(self, text: TextEncoder) -> int:
+        """Returns the tokens of the longest among the captions of 64 images."""
+        ids = self.tokens(rows := self.train[:64])
+        if self.num_captions > 1:
+            more = torch.from_numpy(self._more[rows]).flatten(0, 1)
+            ids = torch.cat([ids, more[more.any(1)]])  # zeros are in the place of captions that are not there
+        _, mask = text.encode(ids)
+        return int(mask.sum(1).max())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,11 +147,13 @@ class DatasetView:
             "held_out": len(self.held_out),
             "codec": card.codec.fingerprint,
             "text": card.text.fingerprint,
+            **({"captions": self.num_captions} if self.num_captions > 1 else {}),
+            **({"flip": True} if self.has_flipped else {}),
         }
 
     def describe(self) -> dict[str, Any]:
         """Returns what an expert's card says of its data."""
-        own = {key: value for key, value in self.identity().items() if key not in ("codec", "text")}
+        own = {key: value for key, value in self.identity().items() if key not in ("codec", "text", "captions", "flip")}
         return {**own, "variance": self.variance, "license": self.data.card.license}
 
 

@@ -15,6 +15,7 @@ from atoll.encoders.inception import InceptionV3
 from atoll.encoders.pretrained import Foreign, Frozen, fill, load_model, locate, one_by_one, require
 from atoll.errors import InputError, shown, unknown
 from atoll.networks.published import read_weights
+from atoll.tensors import send
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -198,7 +199,7 @@ def clip_pixels(images: Tensor, size: int) -> Tensor:
 
 
 def normalized(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    shift, scale = (torch.tensor(values, device=images.device).reshape(3, 1, 1) for values in (mean, std))
+    shift, scale = (send(torch.tensor(values), images.device).reshape(3, 1, 1) for values in (mean, std))
     return (images - shift) / scale
 
 

@@ -5,9 +5,11 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
+from importlib.metadata import PackageNotFoundError, files
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +20,8 @@ from atoll.cards import TextEncoderCard, hash_of
 from atoll.encoders.pretrained import Foreign, Frozen, load_model, load_saved, locate, require, save_model, two_numbers
 from atoll.errors import InputError, shown, unknown
 from atoll.networks.stored import Stored
+from atoll.storage import read_json
+from atoll.tensors import read_tensors, send
 
 FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the published Paris model has them
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -30,6 +34,13 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's step, as a signed number
 NO_SPACES = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
+LLAMA_FILES = ("l2_supercat_256.safetensors", "l2_supercat_tokenizer_config.json")
+LLAMA_DIMS = (64, 128, 256)  # of Matryoshka embeddings: the first numbers work alone
+LLAMA_SCALE = 1024  # numbers are at most 8, and words have 0.1 to 1 of standard deviation
+LLAMA_ADVICE = "install it again, pip install --force-reinstall wordllama"
+SPACE, BYTES = "\u2581", [f"<0x{byte:02X}>" for byte in range(256)]  # how Llama 2's vocabulary writes them
+MAX_WORD = 64  # characters that are looked at: the time to split a word grows with the square of its length
+MAX_KNOWN = 1 << 16  # words whose pieces are kept
 PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
 
 
@@ -38,6 +49,7 @@ class TextEncoder(Frozen):
 
     dim: int
     max_length: int
+    num_ids: int
     card_class, place = TextEncoderCard, FOLDER
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
@@ -48,6 +60,29 @@ class TextEncoder(Frozen):
         """Returns float32 tokens [B, L, dim] of ids[B, L], and a mask [B, L] that is True where one is to be seen."""
         raise NotImplementedError
 
+    def mask(self, ids: Tensor) -> Tensor:
+        """Returns which tokens are to be seen, those before the padding: bool [B, L], on the device of the ids."""
+        raise NotImplementedError
+
+    def lengths(self, ids: Tensor) -> Sequence[int]:
+        """Returns how many tokens of each text are to be seen. Ask this of ids on the CPU, before they are sent."""
+        lengths: list[int] = self.mask(ids).sum(1).tolist()
+        return lengths
+
+    def checked(self, ids: Tensor) -> Tensor:
+        """Returns the ids, unless they are another text encoder's.
+
+        Their values are looked at only on the CPU: elsewhere that would stall the device.
+        """
+        fits = ids.dim() == 2 and not ids.is_floating_point() and 1 <= ids.shape[1] <= self.max_length
+        on_cpu = ids.device.type == "cpu" and ids.numel() > 0
+        if not fits or (on_cpu and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_ids):
+            raise InputError(
+                f"token ids must be integers [batch, up to {self.max_length}] from 0 to {self.num_ids - 1}: "
+                "these come from another text encoder or a damaged file"
+            )
+        return ids
+
     def null_ids(self) -> Tensor:
         """Returns the ids of the empty string: [1, max_length]."""
         return self.tokenize([""])
@@ -57,14 +92,18 @@ class TextEncoder(Frozen):
 
 
 def make_text_encoder(spec: str, *, dtype: torch.dtype = torch.float32) -> TextEncoder:
-    """Makes `words`, `words:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`."""
+    """Makes `words` or `wordllama`, each also as `NAME:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`."""
     kind, _, rest = spec.partition(":")
     if kind == "clip" and rest:
         return CLIPText.open(rest, dtype)
     if kind == "words":
         numbers = two_numbers(spec, "words:64x32 for 64-wide tokens and texts of up to 32")
         return Words(WordsConfig(*numbers) if numbers else WordsConfig()).eval()
-    raise unknown("text encoder", spec, ("words", "words:DIMxLENGTH", "clip:HUB_ID_OR_FOLDER"))
+    if kind == "wordllama":
+        numbers = two_numbers(spec, "wordllama:64x48 for 64-wide tokens and texts of up to 48")
+        return WordLlama.installed(*numbers or (256, 48)).eval()
+    kinds = ("words", "words:DIMxLENGTH", "wordllama", "wordllama:DIMxLENGTH", "clip:HUB_ID_OR_FOLDER")
+    raise unknown("text encoder", spec, kinds)
 
 
 def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -> TextEncoder:
@@ -73,7 +112,7 @@ def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -
     `hide_padding=False` lets experts attend to CLIP's padding, as those of Paris do.
     """
     encoder: TextEncoder = load_saved(
-        Path(folder) / FOLDER, (Words,), lambda dtype: CLIPText.open(str(folder), dtype, hide_padding)
+        Path(folder) / FOLDER, (Words, WordLlama), lambda dtype: CLIPText.open(str(folder), dtype, hide_padding)
     )
     return encoder
 
@@ -108,14 +147,9 @@ class Words(TextEncoder, Stored):
     def __init__(self, config: WordsConfig) -> None:
         super().__init__()
         self.config = config
-        self.dim, self.max_length = config.dim, config.max_length
+        self.dim, self.max_length, self.num_ids = config.dim, config.max_length, NUM_IDS
         self.spec = f"words:{config.dim}x{config.max_length}"
-        # Waves from 2 pi to 2 pi max_length words long: no text is longer, so slower ones would stand still.
-        # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
-        powers = torch.arange(0, config.dim, 2, dtype=torch.float64, device="cpu") / config.dim
-        angle = torch.arange(config.max_length, dtype=torch.float64, device="cpu")[:, None] / config.max_length**powers
-        positions = torch.cat([angle.sin(), angle.cos()], 1).float()  # [max_length, dim]
-        self.register_buffer("positions", positions.to(torch.get_default_device()))
+        self.register_buffer("positions", _waves(config.max_length, config.dim))
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         ids = torch.full((len(captions), self.max_length), PADDING, dtype=torch.int32)
@@ -127,14 +161,26 @@ class Words(TextEncoder, Stored):
 
     @torch.no_grad()
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = _check_ids(ids, self.max_length, NUM_IDS).to(self.positions.device)
-        mask = ids != PADDING
+        ids = send(self.checked(ids), self.positions.device)
+        mask = self.mask(ids)
         tokens = _signs(ids, self.dim) + self.positions[: ids.shape[1]]
         return tokens * mask[..., None], mask
+
+    def mask(self, ids: Tensor) -> Tensor:
+        return ids != PADDING
 
     def settings(self) -> dict[str, Any]:
         probe = self.tokenize([PROBE]).tolist()
         return {"text": "words", **asdict(self.config), "num_ids": NUM_IDS, "probe": probe}
+
+
+def _waves(max_length: int, dim: int) -> Tensor:
+    """Returns a vector for each place in a text: [max_length, dim]."""
+    # Waves from 2 pi to 2 pi max_length words long: no text is longer, so slower ones would stand still.
+    # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
+    powers = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
+    angle = torch.arange(max_length, dtype=torch.float64, device="cpu")[:, None] / max_length**powers
+    return torch.cat([angle.sin(), angle.cos()], 1).float().to(torch.get_default_device())
 
 
 def split_words(text: str) -> Iterator[str]:
@@ -152,7 +198,7 @@ def split_words(text: str) -> Iterator[str]:
             if word:
                 word.append(char)
             continue
-        single = kind == "So" or (kind[0] in "LN" and NO_SPACES.match(char) is not None)
+        single = _stands_alone(char)
         if word and (alone or single or kind[0] not in "LN"):
             yield "".join(word)
             word.clear()
@@ -161,6 +207,12 @@ def split_words(text: str) -> Iterator[str]:
             alone = single
     if word:
         yield "".join(word)
+
+
+def _stands_alone(char: str) -> bool:
+    """Returns whether a character is a word by itself: an emoji, or of a script without spaces between words."""
+    kind = unicodedata.category(char)
+    return kind == "So" or (kind[0] in "LN" and NO_SPACES.match(char) is not None)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -187,13 +239,154 @@ def _signs(ids: Tensor, dim: int) -> Tensor:
     return (bits * 2 - 1).flatten(-2)[..., :dim].float()
 
 
+@dataclass(frozen=True)
+class WordLlamaConfig:
+    """Sizes of WordLlama's table of embeddings and of its vocabulary."""
+
+    dim: int
+    max_length: int
+    num_ids: int
+    num_bytes: int  # of the vocabulary
+
+    def __post_init__(self) -> None:
+        WordsConfig(self.dim, self.max_length)
+        if min(self.num_ids, self.num_bytes) < 2 or max(self.num_ids * self.dim, self.num_bytes) > MAX_POSITIONS:
+            raise InputError(
+                f"a vocabulary of {shown(self.num_ids)} pieces {self.dim} wide in {shown(self.num_bytes)} bytes cannot "
+                f"be: numbers and bytes must each be at most {MAX_POSITIONS}"
+            )
+
+
+class WordLlama(TextEncoder, Stored):
+    """Words with meaning: the token embeddings of WordLlama (Miller 2024, MIT), in which like words are near.
+
+    Words are split into pieces of Llama 2's vocabulary. WordLlama was trained on sums of pieces, so that "kitten" is
+    near "cat" while "k" and "itten" are not: each piece of a word shows the sum over all of them, at unit variance,
+    plus its place. Embeddings are kept as integers: their sums are exactly the same on every machine and in any batch.
+    All that it needs is saved with it; the package is needed, and only its files are read, to make a new one.
+    """
+
+    config: WordLlamaConfig
+    config_class = WordLlamaConfig
+    positions: Tensor
+    embeddings: Tensor  # int16 [num_ids, dim]
+    pieces: Tensor  # the vocabulary in the order of its ids: UTF-8, a line each
+    starts: Tensor  # bool [num_ids], whether a piece begins a word
+
+    def __init__(self, config: WordLlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.dim, self.max_length, self.num_ids = config.dim, config.max_length, config.num_ids
+        self.spec = f"wordllama:{config.dim}x{config.max_length}"
+        self.register_buffer("positions", _waves(config.max_length, config.dim))
+        self.register_buffer("embeddings", torch.empty(config.num_ids, config.dim, dtype=torch.int16))
+        self.register_buffer("pieces", torch.empty(config.num_bytes, dtype=torch.uint8))
+        self.register_buffer("starts", torch.empty(config.num_ids, dtype=torch.bool), persistent=False)
+        self._ids: dict[str, int] = {}
+        self._known: dict[str, list[int]] = {}
+
+    @classmethod
+    def installed(cls, dim: int, max_length: int) -> Self:
+        """Reads the files of the PyPI package, whose code is not imported: it could download others."""
+        if dim not in LLAMA_DIMS:
+            raise InputError(f"wordllama has no tokens {dim} wide: choose {', '.join(map(str, LLAMA_DIMS))}")
+        weights, tokenizer = _installed_files("wordllama", "text", LLAMA_FILES)
+        table = read_tensors(weights, LLAMA_ADVICE).get("embedding.weight", torch.empty(0))
+        model = read_json(tokenizer, LLAMA_ADVICE).get("model")
+        ids = model.get("vocab") if isinstance(model, dict) else None
+        if not isinstance(ids, dict) or table.shape != (len(ids), max(LLAMA_DIMS)):
+            raise InputError(f"{weights} and {tokenizer} do not belong together: {LLAMA_ADVICE}")
+        pieces = "\n".join(sorted(ids, key=ids.__getitem__)).encode()
+        encoder = cls(WordLlamaConfig(dim, max_length, len(ids), len(pieces)))
+        encoder.embeddings.copy_((table[:, :dim].float() * LLAMA_SCALE).round())
+        encoder.pieces.copy_(torch.frombuffer(bytearray(pieces), dtype=torch.uint8))
+        encoder._read_pieces(tokenizer)
+        return encoder
+
+    def _load_weights(self, path: Path) -> None:
+        super()._load_weights(path)
+        self._read_pieces(path)
+
+    def _read_pieces(self, path: Path) -> None:
+        """Reads the vocabulary while it is on the CPU."""
+        pieces = bytes(self.pieces.numpy()).decode("utf-8", "replace").split("\n")
+        self._ids = {piece: i for i, piece in enumerate(pieces)}
+        if len(self._ids) != self.num_ids or len(pieces) != self.num_ids or not self._ids.keys() >= set(BYTES):
+            raise InputError(f"the vocabulary in {path} is not {self.num_ids} pieces with all bytes: copy it again")
+        alone = {PADDING, BEGIN, *(self._ids[name] for name in BYTES)}
+        starts = [i in alone or piece[:1] == SPACE or _stands_alone(piece[:1]) for piece, i in self._ids.items()]
+        self.starts = torch.tensor(starts, device="cpu")
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        ids = torch.full((len(captions), self.max_length), PADDING, dtype=torch.int32)
+        for row, caption in zip(ids, captions, strict=True):
+            words = split_words(_cut(caption, self.max_length))
+            tokens = [BEGIN, *islice((piece for word in words for piece in self._split(word)), self.max_length - 1)]
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        return ids
+
+    def _split(self, word: str) -> list[int]:
+        """Returns the ids of a word's pieces. Case does not count: of `paris` and `Paris`, the shorter is taken."""
+        word = word[:MAX_WORD]
+        if word not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            space = "" if _stands_alone(word[0]) else SPACE
+            self._known[word] = min((self._merge(space + form) for form in (word, word.capitalize())), key=len)
+        return self._known[word]
+
+    def _merge(self, word: str) -> list[int]:
+        """Returns the ids of byte-pair encoding: the pair whose whole has the lowest id is joined, if any has."""
+        parts, ids = list(word), list[int]()
+        while True:
+            wholes = (self._ids.get(a + b, self.num_ids) for a, b in pairwise(parts))
+            lowest, i = min(((whole, i) for i, whole in enumerate(wholes)), default=(self.num_ids, 0))
+            if lowest == self.num_ids:
+                break
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        for part in parts:  # a character that is no piece is written in bytes
+            ids += [self._ids[part]] if part in self._ids else [self._ids[BYTES[byte]] for byte in part.encode()]
+        return ids
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        ids = send(self.checked(ids), self.positions.device)
+        mask, rows = self.mask(ids), ids.long()
+        num, length = ids.shape
+        starts = self.starts[rows].long()
+        words = starts.cumsum(1) - starts[:, :1] + length * torch.arange(num, device=ids.device)[:, None]  # [B, L]
+        # Whole numbers below 2^24 are exact in float32, and sums of their squares in float64, in whatever order.
+        sums = torch.zeros(num * length, self.dim, device=ids.device)
+        sums.index_add_(0, words.flatten(), self.embeddings[rows].flatten(0, 1).float())
+        squares = sums.double().square().sum(1, keepdim=True)  # [B L, 1]
+        vectors = sums / (squares / self.dim).sqrt().clamp(min=1).float()
+        tokens = vectors[words] + self.positions[:length]
+        return tokens * mask[..., None], mask
+
+    def mask(self, ids: Tensor) -> Tensor:
+        return ids != PADDING
+
+    def settings(self) -> dict[str, Any]:
+        probe = self.tokenize([PROBE]).tolist()
+        return {"text": "wordllama", **asdict(self.config), "probe": probe}
+
+
+def _installed_files(package: str, extra: str, names: Sequence[str]) -> list[Path]:
+    """Returns where files of a PyPI package are, from its list of files: it is not imported."""
+    with suppress(PackageNotFoundError):
+        found = {file.name: Path(str(file.locate())) for file in files(package) or ()}
+        if found.keys() >= set(names):
+            return [found[name] for name in names]
+    raise InputError(f"this needs the files of {package}: pip install 'atoll[{extra}]'")
+
+
 class CLIPText(TextEncoder, Foreign):
     """transformers' CLIPTextModel: the last hidden state of each token."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, hide_padding: bool) -> None:
         super().__init__(model, spec)
         self.tokenizer, self.hide_padding = tokenizer, hide_padding
-        self.dim = int(model.config.hidden_size)
+        self.dim, self.num_ids = int(model.config.hidden_size), int(model.config.vocab_size)
         self.max_length = int(min(model.config.max_position_embeddings, tokenizer.model_max_length))
         model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading needs no argument
 
@@ -230,13 +423,15 @@ class CLIPText(TextEncoder, Foreign):
 
     @torch.no_grad()
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        ids = _check_ids(ids, self.max_length, self.model.config.vocab_size).to(self.model.device)
+        ids = send(self.checked(ids), self.model.device)
         # Attention is causal, so padding, which comes last, never alters the tokens before it.
-        tokens = self.model(input_ids=ids.long()).last_hidden_state.float()
+        return self.model(input_ids=ids.long()).last_hidden_state.float(), self.mask(ids)
+
+    def mask(self, ids: Tensor) -> Tensor:
         if not self.hide_padding:
-            return tokens, torch.ones_like(ids, dtype=torch.bool)
+            return torch.ones_like(ids, dtype=torch.bool)
         ends = (ids == self.tokenizer.eos_token_id).int()
-        return tokens, ends.cumsum(1) - ends == 0  # up to and with the first end; often padding is more of them
+        return ends.cumsum(1) - ends == 0  # up to and with the first end; often padding is more of them
 
     def sizes(self) -> dict[str, Any]:
         return {**super().sizes(), "hide_padding": self.hide_padding}
@@ -271,13 +466,3 @@ def _load_tokenizer(path: Path) -> Any:
 def _cut(text: str, max_length: int) -> str:
     """Returns the part of a text that fills an encoder many times over: time and memory must not grow with the rest."""
     return text[: CHARACTERS * min(max(max_length, 10), 65536)]
-
-
-def _check_ids(ids: Tensor, max_length: int, num_ids: int) -> Tensor:
-    fits = ids.dim() == 2 and not ids.is_floating_point() and 1 <= ids.shape[1] <= max_length
-    if not fits or (ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_ids):
-        raise InputError(
-            f"token ids must be integers [batch, up to {max_length}] from 0 to {num_ids - 1}: "
-            "these come from another text encoder or a damaged file"
-        )
-    return ids
