@@ -274,11 +274,14 @@ print(peak_resident())
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("codec", ["pca", "vae"])
 def test_a_run_that_draws_samples_takes_what_was_predicted(codec, kl, tmp_path, report):
-    """Held-out figures and a grid of samples included; a VAE loads libraries of its own."""
+    """Held-out figures and a grid of samples included; a VAE loads libraries of its own.
+
+    The update takes more than half: glibc's heap differs by 70 MB from run to run, whatever is done.
+    """
     spec = "pca" if codec == "pca" else f"vae:{kl}"
     prepare(Source("avatars", num=200, size=64), tmp_path / "data", PrepareSettings(size=64, codec=spec), 0,
             progress=False)  # fmt: skip
-    how = ["--model", "xs/2", "--batch", "16", "--steps", "8", "--sample-every", "4", "--eval-every", "4"]
+    how = ["--model", "mini/1", "--batch", "64", "--steps", "4", "--sample-every", "2", "--eval-every", "2"]
     common = ["train", str(tmp_path / "data"), *how, "--out", str(tmp_path / "run")]
 
     def ask(*more):
