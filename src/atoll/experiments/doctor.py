@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -35,16 +36,17 @@ from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.data.view import DatasetView
 from atoll.errors import InputError, plural, printable
-from atoll.experiments.children import reason
+from atoll.experiments.children import in_children, reason
 from atoll.experiments.device_checks import (
+    BENCHMARK_LIMIT,
     Check,
     Machine,
     Values,
     Verdict,
+    benchmark,
     check_all_reduce,
     check_compile,
     check_numbers,
-    check_speed,
 )
 from atoll.metrics.diversity import find_weights
 from atoll.networks.dit import DiT, DiTConfig
@@ -117,11 +119,9 @@ def check_machine(machine: Machine) -> Iterator[Check]:
         about, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
         values = {"name": about.name, "capability": f"{about.major}.{about.minor}", "memory": total, "free": free}
         text = f"GPU {number}: {about.name}, {in_words(total)} of memory, {in_words(free)} free"
-        if total - free > 0.1 * total + 1e9:  # of which this process has half a GB
-            text += "; other processes have the rest: `nvidia-smi` lists them"
-            yield Check("machine", f"GPU {number}", "warn", text, values)
-        else:
-            yield Check("machine", f"GPU {number}", "ok", text, values)
+        shared = total - free > 0.1 * total + 1e9  # of which this process has half a GB
+        text += "; other processes have the rest: `nvidia-smi` lists them" if shared else ""
+        yield Check("machine", f"GPU {number}", "warn" if shared else "ok", text, values)
 
 
 def _why_no_gpu(machine: Machine) -> tuple[Verdict, str]:
@@ -230,9 +230,8 @@ def _measure_disk(path: Path, size: int) -> Check:
     seconds = checkpoint_bytes("xl/2") / writing
     speeds = f"writing {writing / 1e6:,.0f} MB/s, reading {reading / 1e6:,.0f} MB/s"
     text = f"{speeds}; a checkpoint of xl/2 takes {seconds:.0f} s to write"
-    if writing < SLOW_DISK:
-        return Check("disk", "write", "warn", f"{text}: choose a faster disk, or a larger --save-every", values)
-    return Check("disk", "write", "ok", text, values)
+    text += ": choose a faster disk, or a larger --save-every" if writing < SLOW_DISK else ""
+    return Check("disk", "write", "warn" if writing < SLOW_DISK else "ok", text, values)
 
 
 def _measure_data(place: Path, num: int) -> Iterator[Check]:
@@ -268,7 +267,7 @@ PARTS = (
     Part("packages", "packages", check_packages, 60),
     Part("numbers", "numbers", check_numbers, 60),
     Part("speed", "torch.compile", check_compile, 60),
-    Part("speed", "speed and memory", check_speed, 120),
+    Part("speed", "speed and memory", partial(in_children, benchmark, limit=BENCHMARK_LIMIT), 120),
     Part("several devices", "all-reduce", check_all_reduce, 60),
     Part("disk", "disk", check_disk, 60),
 )
@@ -298,12 +297,11 @@ def diagnose(machine: Machine, report: Path | None = None, parts: Sequence[Part]
         _show_progress(None)
     counts = Counter(check.verdict for check in checks)
     print()
+    warned = plural(counts["warn"], "warning")
     if counts["fail"]:
-        num = plural(counts["fail"], "check")
-        print(f"{num} failed, {plural(counts['warn'], 'warning')}: each such line says what to do")
+        print(f"{plural(counts['fail'], 'check')} failed, {warned}: each such line says what to do")
     else:
-        where = "the GPU" if machine.on_gpu else "the CPU"
-        print(f"Atoll works here, on {where}: no check failed, {plural(counts['warn'], 'warning')}")
+        print(f"Atoll works here, on the {'GPU' if machine.on_gpu else 'CPU'}: no check failed, {warned}")
     if report is None:
         print("for an issue, attach the file of: atoll doctor --json doctor.json")
     else:
