@@ -47,18 +47,8 @@ from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.expert import CALIBRATION, REPORT, Expert
 from atoll.networks.router import Router
 from atoll.networks.stored import WEIGHTS, folder_of, push_folder
-from atoll.sampling.model_card import README, SAMPLES, is_ours, model_card, write_model_card
-from atoll.storage import (
-    alone,
-    check_size,
-    make_readable,
-    open_regular,
-    read_json,
-    real_path,
-    reason_of,
-    resolved,
-    write_text,
-)
+from atoll.sampling.model_card import README, SAMPLES, is_ours, write_model_card
+from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
 ROUTER = "router"
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its checkpoints stay where they are
@@ -209,8 +199,7 @@ def push_model(
                 shutil.copyfile(folder / name, page / name)
         if samples is not None:
             samples.save(page / SAMPLES)
-        if is_ours(folder, index) or not (page / README).exists():
-            write_text(page / README, model_card(folder, index, (page / SAMPLES).exists()))
+        write_model_card(folder, index, page)
         url = push_folder(folder, [INDEX, *index.files], repo_id, private, token)
         push_folder(page, [README, SAMPLES], repo_id, private, token)
     return url
