@@ -428,8 +428,9 @@ class TestFolder:
         with pytest.warns(UserWarning, match="fills the 16 tokens"):
             pipe("a cat " * 20, seed=0, **FEW)
 
-    def test_to_the_hub(self, pipe, monkeypatch):
-        """Without a network: what would be uploaded, and a refusal as a sentence."""
+    @pytest.fixture
+    def sent(self, monkeypatch) -> dict[str, bytes]:
+        """What would be uploaded to the hub, without a network."""
         sent = {}
 
         class Hub:
@@ -446,6 +447,9 @@ class TestFolder:
                 return "there"
 
         monkeypatch.setattr("atoll.networks.stored.HfApi", Hub)
+        return sent
+
+    def test_to_the_hub(self, pipe, sent):
         before = snapshot(pipe.folder)
         assert pipe.push_to_hub("me/model") == "there"
         assert snapshot(pipe.folder) == before
@@ -458,6 +462,13 @@ class TestFolder:
         assert sent["README.md"] == (pipe.folder / "README.md").read_bytes()
         with pytest.raises(InputError, match="the hub did not take no"):
             pipe.push_to_hub("no")
+
+    def test_a_page_that_people_wrote_goes_to_the_hub_as_it_is(self, mine, sent):
+        (mine / "README.md").write_text("ours")
+        AtollPipeline.from_pretrained(mine).push_to_hub("me/model", prompts=["a"])
+        assert sent["README.md"] == b"ours"
+        assert "samples.png" in sent
+        assert not (mine / "samples.png").exists()
 
 
 class TestSpoilt:
