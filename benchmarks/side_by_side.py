@@ -104,7 +104,10 @@ def take_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dic
 
 def ratio(above: list[float], below: list[float]) -> str:
     """The median of the ratios within rounds, with the middle half of them."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(above, below, strict=True)], n=4)
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f} (one round)"
+    low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} (middle half of rounds {low:.2f} to {high:.2f})"
 
 

@@ -241,7 +241,7 @@ class TestCoco:
         "content",
         ["", "{", "7", '{"images": [', '{"images": [1 2]}', '{"images" 7}', '{"a": 1, }', '{"images": [{"id": 1,]}',
          "[" * 100_000, '{"images": ' + "[" * 100_000, '{"images": [' + "[" * 100_000, '{"images": [' + "{}," * 1000,
-         '{"a": "' + "x" * (3 << 20) + '"}', "[]"],
+         "[]", '{"images": [' + "7" * 5000 + "]}"],
     )  # fmt: skip
     def test_damage(self, tmp_path, content):
         photos(tmp_path, "8.png")
@@ -264,18 +264,9 @@ class TestCoco:
             "a.png": ["a"],
         }
 
-    def test_numbers_at_the_edge_of_a_part(self):
-        """A number is not taken for whole because what is looked at ends within it."""
-        for length in range(2030, 2060):
-            content = '{"images": [' + " " * 7 + '"' + "x" * length + '", 123456789, {}]}'
-            entries = [entry for _, entry in module._json_entries(content)]
-            assert entries == ["x" * length, 123456789, {}]
-        for digits in (2047, 2048, 2049, 4000):
-            assert [e for _, e in module._json_entries('{"a": [' + "1" * digits + "]}")] == [int("1" * digits)]
-
     @pytest.mark.slow
     def test_much_of_it_takes_little_memory(self, tmp_path, monkeypatch):
-        """Entries are read one by one, so that a bomb of empty ones is only as large as its text."""
+        """Nothing is kept of an entry that is not needed, so that a bomb of them is not much larger than its text."""
         import tracemalloc
 
         monkeypatch.setattr(module, "MAX_COCO", 8 << 20)

@@ -559,6 +559,14 @@ class TestBadInput:
         assert sentence in told
         assert "Traceback" not in told
 
+    def test_a_damaged_expert_is_found_before_the_work(self, model, tmp_path):
+        mine = Path(shutil.copytree(model, tmp_path / "model"))
+        path = mine / "expert_1" / "model.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(InputError, match=r"expert_1/model.safetensors is not the file"):
+            teacher_of(mine)
+
     def test_a_part_is_no_teacher(self, data, model, tmp_path):
         with pytest.raises(InputError, match="is a part, not a model"):
             distill(model / "expert_0", data, QUICK, tmp_path / "s", progress=False)

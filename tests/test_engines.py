@@ -106,8 +106,7 @@ class TestObjectives:
         assert parse_objectives("2ddpm:6fm", 8) == ["ddpm"] * 2 + ["fm"] * 6
         assert parse_objectives("2fm-logit-normal:2v", 4) == ["fm-logit-normal"] * 2 + ["v"] * 2
         assert parse_objectives("1x0:0v:2fm", 3) == ["x0", "fm", "fm"]
-        assert parse_objectives("0=ddpm,3=ddpm,*=fm", 5) == ["ddpm", "fm", "fm", "ddpm", "fm"]
-        assert parse_objectives(" 1 = x0 , 0 = v ", 2) == ["v", "x0"]
+        assert parse_objectives("1ddpm: 2 fm :1ddpm:1fm", 5) == ["ddpm", "fm", "fm", "ddpm", "fm"]
 
     @given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from(sorted(OBJECTIVES))), min_size=1))
     def test_counts(self, counts):
@@ -115,12 +114,6 @@ class TestObjectives:
         total = sum(num for num, _ in counts)
         assert parse_objectives(text, total) == [name for num, name in counts for _ in range(num)]
         assert f"do not give each of {total + 1} experts one" in refused(text, total + 1)
-
-    @given(st.lists(st.sampled_from(sorted(OBJECTIVES)), min_size=1, max_size=12), st.randoms())
-    def test_numbers(self, names, random):
-        parts = [f"{k}={name}" for k, name in enumerate(names)]
-        random.shuffle(parts)
-        assert parse_objectives(",".join(parts), len(names)) == names
 
     @given(st.text("0123=*,:fmdpx- \n²", max_size=12))
     def test_anything_else_is_refused(self, text):
@@ -134,13 +127,8 @@ class TestObjectives:
     def test_refused(self):
         assert "unknown objective 'dppm': did you mean 'ddpm'?" in refused("dppm")
         assert "unknown objective 'dpm'" in refused("2dpm:6fm")
-        assert "unknown objective 'edm'" in refused("0=edm,*=fm")
-        assert "do not give each of 8 experts one: make the counts of 2ddpm:6fm add up" in refused("2ddpm:5fm")
-        assert "unknown objective '2ddpm:fm'" in refused("2ddpm:fm")
-        assert "'3=ddpm' in '3=fm,3=ddpm,*=fm' must be NUMBER=NAME, with a number" in refused("3=fm,3=ddpm,*=fm")
-        assert "'*=ddpm' in '*=fm,*=ddpm' must be NUMBER=NAME" in refused("*=fm,*=ddpm")
-        assert "a number from 0 to 7" in refused("8=fm,*=ddpm")
-        assert "do not give each of 4 experts one" in refused("0=fm", 4)
+        for text in ("2ddpm:5fm", "2ddpm:fm", "8", "0=ddpm,*=fm", ":"):
+            assert "do not give each of 8 experts one: give one name for all, or counts that add up" in refused(text)
         assert "unknown objective '-1=fm'" in refused("-1=fm")
         assert "unknown objective ''" in refused("")
 

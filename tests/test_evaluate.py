@@ -373,6 +373,17 @@ class TestRefused:
         with pytest.raises(InputError, match="the features of 98 images are not finite: .* weights are damaged"):
             evaluation.judge(Contender("ours", model, QUICK))
 
+    def test_so_is_a_damaged_expert_that_the_first_image_does_not_need(self, model, data, tmp_path):
+        mine = Path(shutil.copytree(model, tmp_path / "model"))
+        evaluation = Evaluation(data, tmp_path / "out", SETTINGS, progress=False)
+        for expert in ("expert_0", "expert_1", "expert_2"):
+            path = mine / expert / "model.safetensors"
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            with pytest.raises(InputError, match=f"{expert}/model.safetensors is not the file"):
+                evaluation.check(Contender("ours", mine, QUICK))
+            path.write_bytes(content)
+
     def test_a_bad_model_is_found_before_the_work(self, model, data, tmp_path):
         bad = Contender("bad", model, replace(QUICK, routing="top9"))
         with pytest.raises(InputError, match="unknown routing 'top9'"):

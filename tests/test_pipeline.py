@@ -23,6 +23,7 @@ from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.diffusion.solvers import EVALUATIONS
 from atoll.errors import InputError
+from atoll.experiments.images import SampledImages
 from atoll.plots.charts import draw_trace
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling import pipeline as module
@@ -32,6 +33,7 @@ from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.folder import file_name, read_metadata, write_image
 from atoll.sampling.pipeline import AtollPipeline, ImageTrace, Samples
 from atoll.sampling.routing import get_routing
+from atoll.sampling.settings import Sampling
 from atoll.storage import alone, digest_of
 from atoll.training.expert import train_expert
 from simulated_gpu import CUDA, simulated_gpu
@@ -69,6 +71,10 @@ def sign(folder: Path) -> None:
         path.write_text(json.dumps(about))
     files = {name: digest_of(folder / name) for name in index.files if (folder / name).exists()}
     index.model_copy(update={"files": files}).write(folder)
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def latents(pipe: AtollPipeline, *arguments: object, **options: object) -> torch.Tensor:
@@ -422,8 +428,9 @@ class TestFolder:
         with pytest.warns(UserWarning, match="fills the 16 tokens"):
             pipe("a cat " * 20, seed=0, **FEW)
 
-    def test_to_the_hub(self, pipe, monkeypatch):
-        """Without a network: what would be uploaded, and a refusal as a sentence."""
+    @pytest.fixture
+    def sent(self, monkeypatch) -> dict[str, bytes]:
+        """What would be uploaded to the hub, without a network."""
         sent = {}
 
         class Hub:
@@ -434,22 +441,72 @@ class TestFolder:
                 if name == "no":
                     raise OSError("not allowed")
 
-            def upload_folder(self, **options):
-                sent.update(options)
+            def upload_folder(self, repo_id, folder_path, allow_patterns):
+                paths = [path for pattern in allow_patterns for path in folder_path.glob(pattern)]
+                sent.update({path.relative_to(folder_path).as_posix(): path.read_bytes() for path in paths})
                 return "there"
 
         monkeypatch.setattr("atoll.networks.stored.HfApi", Hub)
+        return sent
+
+    def test_to_the_hub(self, pipe, sent):
+        before = snapshot(pipe.folder)
         assert pipe.push_to_hub("me/model") == "there"
-        assert sent["folder_path"] == pipe.folder
-        assert {"samples.png", "README.md"} <= set(sent["allow_patterns"])
-        assert "](samples.png)" in (pipe.folder / "README.md").read_text()
-        assert Image.open(pipe.folder / "samples.png").width > 8 * 32
-        assert not any("bin" in pattern for pattern in sent["allow_patterns"])
+        assert snapshot(pipe.folder) == before
+        assert sent.keys() == {"model_index.json", "README.md", "samples.png", *pipe.index.files}
+        assert b"](samples.png)" in sent["README.md"]
+        assert Image.open(io.BytesIO(sent["samples.png"])).width > 8 * 32
+        sent.clear()
+        pipe.push_to_hub("me/model", prompts=[])
+        assert sent.keys() == {"model_index.json", "README.md", *pipe.index.files}
+        assert sent["README.md"] == (pipe.folder / "README.md").read_bytes()
         with pytest.raises(InputError, match="the hub did not take no"):
             pipe.push_to_hub("no")
 
+    def test_a_page_that_people_wrote_goes_to_the_hub_as_it_is(self, mine, sent):
+        (mine / "README.md").write_text("ours")
+        AtollPipeline.from_pretrained(mine).push_to_hub("me/model", prompts=["a"])
+        assert sent["README.md"] == b"ours"
+        assert "samples.png" in sent
+        assert not (mine / "samples.png").exists()
+
 
 class TestSpoilt:
+    @staticmethod
+    def flip_a_bit(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+
+    def test_experts_are_hashed_when_they_are_first_needed(self, mine, monkeypatch):
+        hashed = []
+        monkeypatch.setattr(
+            "atoll.cards.known_digest", lambda path, root: hashed.append(path.relative_to(mine)) or digest_of(path)
+        )
+        pipe = AtollPipeline.from_pretrained(mine)
+        opened = {str(path) for path in hashed}
+        assert "vae/model.safetensors" in opened
+        assert "expert_0/config.json" in opened
+        assert not any(name.startswith("expert_") and name.endswith(".safetensors") for name in opened)
+        pipe.ensemble.take(1)
+        new = {str(path) for path in hashed} - opened
+        assert new == {"expert_1/model.safetensors", "expert_1/calibration.safetensors"}
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "calibration.safetensors"])
+    def test_damaged_weights_make_no_image(self, mine, name, tmp_path):
+        self.flip_a_bit(mine / "expert_1" / name)
+        pipe = AtollPipeline.from_pretrained(mine)
+        for use in (
+            lambda: pipe("a", seed=0, routing="full", **FEW),
+            lambda: pipe.to(torch.bfloat16)("a", seed=0, routing="full", **FEW),
+            lambda: pipe.save_pretrained(tmp_path / "copy"),
+            lambda: pipe.push_to_hub("me/model", prompts=[]),
+            lambda: AtollPipeline.from_pretrained(mine, verify=True),
+        ):
+            with pytest.raises(InputError, match=f"expert_1/{name} is not the file that the model was made of"):
+                use()
+        assert not (tmp_path / "copy").exists()
+
     def test_a_missing_expert_warns(self, mine):
         shutil.rmtree(mine / "expert_1")
         with pytest.warns(UserWarning, match="expert_1 of 3 experts is missing"):
@@ -458,6 +515,20 @@ class TestSpoilt:
         assert all(float(trace.weights[:, 1].max()) == 0 for trace in made.trace)
         assert made.settings["missing"] == ["expert_1"]
         assert pipe.objectives == (KINDS[0], "missing", KINDS[2])
+
+    def test_nor_do_they_on_their_own_schedule(self, tmp_path_factory, tmp_path):
+        data, run = parts(tmp_path_factory.getbasetemp())
+        assemble([run / "monolith"], None, tmp_path / "linked", data)
+        model = Path(shutil.copytree(tmp_path / "linked", tmp_path / "model"))
+        edit(model / "expert_0", "sha256", value={})  # so that the index alone knows
+        sign(model)
+        self.flip_a_bit(model / "expert_0" / "model.safetensors")
+        images = SampledImages(
+            name="a", captions=["a"], pipe=AtollPipeline(model), sampling=Sampling(solver="ddim", guidance=1.0),
+            first_seed=0, folder=tmp_path,
+        )  # fmt: skip
+        with pytest.raises(InputError, match="expert_0/model.safetensors is not the file that the model was made of"):
+            images.latents(slice(0, 1))
 
     def test_assembled_without_one(self, tmp_path_factory, tmp_path):
         data, run = parts(tmp_path_factory.getbasetemp())

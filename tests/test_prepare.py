@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from atoll.cards import BegunDatasetCard
 from atoll.data import prepare as module
-from atoll.data.prepare import count, prepare, split_of, transform_of
+from atoll.data.prepare import ShardWriter, count, prepare, split_of, transform_of
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, TRAIN, Dataset
 from atoll.data.sources import Source
@@ -158,6 +158,20 @@ class TestDuplicates:
 
 
 class TestRejected:
+    def test_they_are_not_kept_in_memory(self, tmp_path, monkeypatch):
+        writers = []
+
+        class Watched(ShardWriter):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                writers.append(self)
+
+        monkeypatch.setattr(module, "ShardWriter", Watched)
+        files = {"a.png": png(), "a.txt": "a", "b.png": b""}
+        make(tmp_path / "d", Source(str(write(tmp_path / "in", files))), PrepareSettings(size=16, codec="pixels"))
+        assert len(list(writers[0].rejected())) == 1
+        assert "b.png" not in repr(vars(writers[0]))
+
     def test_the_run_goes_on(self, tmp_path):
         files = {
             "a.png": png(),

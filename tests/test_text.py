@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from atoll.cards import TextEncoderCard, require_same
 from atoll.cli.main import main
-from atoll.encoders import text
+from atoll.encoders import pretrained, text
 from atoll.encoders.text import (
     BEGIN,
     CHARACTERS,
@@ -258,7 +258,7 @@ class TestWordLlama:
     def test_pieces_are_those_of_the_tokenizers_library(self, llama):
         from tokenizers import Tokenizer
 
-        path = text._installed_files("wordllama", "text", text.LLAMA_FILES)[1]
+        path = pretrained.installed_files("wordllama", "text", text.LLAMA_FILES)[1]
         theirs = Tokenizer.from_file(str(path))
 
         @given(st.text(alphabet=st.characters(categories=("L", "N")), min_size=1, max_size=40))
@@ -294,7 +294,7 @@ class TestWordLlama:
 
     def test_one_sum_is_the_package_s(self, llama):
         """The direction of a word is that of its pieces' sum in the table as published."""
-        weights = load_file(text._installed_files("wordllama", "text", text.LLAMA_FILES)[0])["embedding.weight"]
+        weights = load_file(pretrained.installed_files("wordllama", "text", text.LLAMA_FILES)[0])["embedding.weight"]
         pieces = llama.tokenize(["kittens"])[0, 1:4].long()
         expected = torch.nn.functional.normalize(weights[pieces].float().sum(0), dim=0)
         torch.testing.assert_close(self.vectors(llama, ["kittens"])[0], expected, rtol=0, atol=1e-3)
@@ -353,7 +353,7 @@ class TestWordLlama:
     @pytest.mark.bits
     def test_round_trip(self, llama, tmp_path, monkeypatch):
         llama.save(tmp_path)
-        monkeypatch.setattr(text, "files", no_files)
+        monkeypatch.setattr(pretrained, "files", no_files)
         again = load_text_encoder(tmp_path)
         ids = llama.tokenize(CAPTIONS)
         assert torch.equal(again.tokenize(CAPTIONS), ids)
@@ -365,7 +365,7 @@ class TestWordLlama:
         data, expert, model, out = (str(tmp_path / name) for name in ("data", "expert", "model", "out"))
         main(["prepare", "avatars", "--num", "24", "--workers", "0", "--text", "wordllama:64x16", "--out", data])
         main(["train", data, "--model", "xs", "--steps", "2", "--batch", "4", "--device", "cpu", "--out", expert])
-        monkeypatch.setattr(text, "files", no_files)
+        monkeypatch.setattr(pretrained, "files", no_files)
         for name in ("wordllama", "tokenizers", "transformers"):
             monkeypatch.setitem(sys.modules, name, None)
         main(["assemble", expert, "--data", data, "--out", model])
@@ -373,7 +373,7 @@ class TestWordLlama:
         assert list(Path(out).glob("*.png"))
 
     def test_not_installed(self, monkeypatch):
-        monkeypatch.setattr(text, "files", no_files)
+        monkeypatch.setattr(pretrained, "files", no_files)
         with pytest.raises(InputError, match=r"^this needs the files of wordllama: pip install 'atoll\[text\]'$"):
             make_text_encoder("wordllama")
 
@@ -407,7 +407,7 @@ class TestWordLlama:
         ("spec", "message"),
         [
             ("wordlama", "unknown text encoder 'wordlama': did you mean 'wordllama'"),
-            ("wordllama:64", "write it like wordllama:64x48"),
+            ("wordllama:64", "write it like wordllama:64x32"),
             ("wordllama:100x48", "wordllama has no tokens 100 wide: choose 64, 128, 256"),
             ("wordllama:64x1", "at least 2"),
         ],

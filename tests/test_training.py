@@ -585,11 +585,12 @@ class TestCommand:
 
         main(["--version"])
         assert capsys.readouterr().out == f"atoll {atoll.__version__}\n"
-        monkeypatch.setitem(VERBS, "demo", interrupt)
-        with pytest.raises(SystemExit) as stop:
-            main(["demo"])
-        assert stop.value.code == 130
-        assert capsys.readouterr().err == "atoll: interrupted: rerun the same command to resume\n"
+        for verb, advice in (("demo", ": rerun the same command to resume"), ("doctor", "")):
+            monkeypatch.setitem(VERBS, verb, interrupt)
+            with pytest.raises(SystemExit) as stop:
+                main([verb])
+            assert stop.value.code == 130
+            assert capsys.readouterr().err == f"atoll: interrupted{advice}\n"
 
 
 def listen(command, found):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 
 from annotated_types import Len
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from tqdm import tqdm
 
 from atoll.errors import InputError, shown
 from atoll.storage import check_size, digest_of, known_digest, read_json, reason_of, write_json
@@ -365,19 +366,31 @@ class ModelIndex(Card):
 
     # --- the files ------------------------------------------------------------------------------------------------
 
-    def verify(self, folder: Path, again: bool = True) -> None:
+    def verify(self, folder: Path, again: bool = True, experts: bool = True) -> None:
         """Refuses a file that is not as assembled; parts that are missing altogether may be.
 
-        Each file is hashed once and that is remembered until it changes, unless it shall be read `again`.
+        Each file is hashed once and that is remembered until it changes, unless it shall be read `again`. Without
+        `experts` their weights are only opened: `verify_part` hashes them before they are first loaded.
         """
-        for name, expected in self.files.items():
-            path = folder / name
-            if not path.parent.exists():
-                continue
-            if path.suffix == ".safetensors":  # one that claims more than there is memory for is not hashed
-                TensorFile(path, AGAIN, folder).close()
-            if file_digest(path, folder, digest_of if again else known_digest) != expected:
-                raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
+        folders = {part.folder for part in self.experts if part is not None}
+        for name in tqdm(self.files, "verify", unit=" files", disable=None, leave=False, delay=1):
+            is_later = not experts and name.split("/")[0] in folders and name.endswith(".safetensors")
+            self._verify_file(folder, name, None if is_later else digest_of if again else known_digest)
+
+    def verify_part(self, folder: Path, part: str) -> None:
+        """Refuses a part with a file that is not as assembled."""
+        for name in self.files:
+            if name.split("/")[0] == part:
+                self._verify_file(folder, name, known_digest)
+
+    def _verify_file(self, folder: Path, name: str, digest: Callable[[Path, Path], str] | None) -> None:
+        path = folder / name
+        if not path.parent.exists():
+            return
+        if path.suffix == ".safetensors":  # one that claims more than there is memory for is not hashed
+            TensorFile(path, AGAIN, folder).close()
+        if digest is not None and file_digest(path, folder, digest) != self.files[name]:
+            raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
 
 
 def hash_of(value: Any) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -197,7 +197,17 @@ def make_readable(path: Path) -> None:
 
 def write_text(path: Path, content: str) -> None:
     """Writes a text whole; half characters, as a name may hold them, are spelled out."""
-    write_whole(path, lambda staged: staged.write_text(content, encoding="utf-8", errors="backslashreplace"))
+    write_lines(path, [content], end="")
+
+
+def write_lines(path: Path, lines: Iterable[str], end: str = "\n") -> None:
+    """Writes lines as they come, a file whole or none."""
+
+    def write(staged: Path) -> None:
+        with staged.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(f"{line}{end}" for line in lines)
+
+    write_whole(path, write)
 
 
 def write_json(path: Path, values: Any) -> None:

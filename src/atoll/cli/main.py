@@ -23,6 +23,7 @@ FILES = (
 VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
 }
+NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "doctor"}  # they begin anew
 SETTINGS: dict[str, dict[str, type[Settings]]] = {
     "train": {"settings": ExpertSettings},
     "train-router": {"settings": RouterSettings},
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(printable(f"atoll: {error}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("atoll: interrupted: rerun the same command to resume", file=sys.stderr)
+        resume = "" if NOT_RESUMED.intersection(given[:1]) else ": rerun the same command to resume"
+        print(f"atoll: interrupted{resume}", file=sys.stderr)
         sys.exit(130)
 
 

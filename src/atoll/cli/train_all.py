@@ -28,7 +28,7 @@ def train_all(
 
     For example:
       atoll train-all data --objectives 2ddpm:6fm --steps 2000 --out run
-      atoll train-all data --objectives 0=ddpm,3=ddpm,*=fm --recipe laptop --router --router.steps 500 --out run
+      atoll train-all data --objectives 1ddpm:2fm:1ddpm:4fm --recipe laptop --router --router.steps 500 --out run
       atoll train-all data --init pretrained --dry-run --out run
       atoll train-all data --experts 0,2 --out run
 
@@ -37,8 +37,8 @@ def train_all(
         out: The folder to make: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
         settings: How to train each expert.
         router_settings: How to train the router, if it is trained.
-        objectives: Which expert gets which objective: one name for all, 2ddpm:6fm for the first two and the other six,
-            or 0=ddpm,3=ddpm,*=fm by number; --objective for all by default.
+        objectives: Which expert gets which objective: one name for all, or 2ddpm:6fm for the first two and the other
+            six; --objective for all by default.
         experts: Which experts to train: all, or numbers such as 0,2.
         init: A folder with first weights for all experts (another expert, or what `atoll convert` has made), or
             0=FOLDER,*=FOLDER by number; experts that are not named begin from random weights.

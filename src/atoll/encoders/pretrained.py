@@ -7,8 +7,9 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -269,6 +270,15 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"this needs {module}: pip install 'atoll[{extra}]'") from error
+
+
+def installed_files(package: str, extra: str, names: Sequence[str]) -> list[Path]:
+    """Returns where files of a PyPI package are, from its list of files: it is not imported."""
+    with suppress(PackageNotFoundError):
+        found = {file.name: Path(str(file.locate())) for file in files(package) or ()}
+        if found.keys() >= set(names):
+            return [found[name] for name in names]
+    raise InputError(f"this needs the files of {package}: pip install 'atoll[{extra}]'")
 
 
 @contextmanager

@@ -5,19 +5,27 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, files
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from atoll.cards import TextEncoderCard, hash_of
-from atoll.encoders.pretrained import Foreign, Frozen, load_model, load_saved, locate, require, save_model, two_numbers
+from atoll.encoders.pretrained import (
+    Foreign,
+    Frozen,
+    installed_files,
+    load_model,
+    load_saved,
+    locate,
+    require,
+    save_model,
+    two_numbers,
+)
 from atoll.errors import InputError, shown, unknown
 from atoll.networks.stored import Stored
 from atoll.storage import read_json
@@ -96,12 +104,9 @@ def make_text_encoder(spec: str, *, dtype: torch.dtype = torch.float32) -> TextE
     kind, _, rest = spec.partition(":")
     if kind == "clip" and rest:
         return CLIPText.open(rest, dtype)
-    if kind == "words":
-        numbers = two_numbers(spec, "words:64x32 for 64-wide tokens and texts of up to 32")
-        return Words(WordsConfig(*numbers) if numbers else WordsConfig()).eval()
-    if kind == "wordllama":
-        numbers = two_numbers(spec, "wordllama:64x48 for 64-wide tokens and texts of up to 48")
-        return WordLlama.installed(*numbers or (256, 48)).eval()
+    if kind in ("words", "wordllama"):
+        numbers = two_numbers(spec, f"{kind}:64x32 for 64-wide tokens and texts of up to 32") or ()
+        return (Words(WordsConfig(*numbers)) if kind == "words" else WordLlama.installed(*numbers)).eval()
     kinds = ("words", "words:DIMxLENGTH", "wordllama", "wordllama:DIMxLENGTH", "clip:HUB_ID_OR_FOLDER")
     raise unknown("text encoder", spec, kinds)
 
@@ -133,31 +138,54 @@ class WordsConfig:
             )
 
 
-class Words(TextEncoder, Stored):
-    """Words hashed to ids, an id to a fixed random vector of signs, plus its place. Nothing is learned or downloaded.
+class WordEncoder(TextEncoder, Stored):
+    """Tokens are those of a text's words. A begin token opens each text and is all that the null text has."""
 
-    Signs are bits of an integer hash, so they are exactly the same on every machine; two words' vectors are nearly
-    orthogonal. A begin token opens each text and is all that the null text has.
-    """
-
-    config: WordsConfig
-    config_class = WordsConfig
+    kind: ClassVar[str]
     positions: Tensor
 
-    def __init__(self, config: WordsConfig) -> None:
+    def __init__(self, config: Any, num_ids: int) -> None:
         super().__init__()
         self.config = config
-        self.dim, self.max_length, self.num_ids = config.dim, config.max_length, NUM_IDS
-        self.spec = f"words:{config.dim}x{config.max_length}"
+        self.dim, self.max_length, self.num_ids = config.dim, config.max_length, num_ids
+        self.spec = f"{self.kind}:{config.dim}x{config.max_length}"
         self.register_buffer("positions", _waves(config.max_length, config.dim))
+
+    def word_ids(self, word: str) -> Sequence[int]:
+        """Returns the ids of a word's tokens."""
+        raise NotImplementedError
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         ids = torch.full((len(captions), self.max_length), PADDING, dtype=torch.int32)
         for row, caption in zip(ids, captions, strict=True):
-            words = islice(split_words(_cut(caption, self.max_length)), self.max_length - 1)
-            tokens = [BEGIN, *map(word_id, words)]
+            words = split_words(_cut(caption, self.max_length))
+            tokens = [BEGIN, *islice((token for word in words for token in self.word_ids(word)), self.max_length - 1)]
             row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         return ids
+
+    def mask(self, ids: Tensor) -> Tensor:
+        return ids != PADDING
+
+    def settings(self) -> dict[str, Any]:
+        probe = self.tokenize([PROBE]).tolist()
+        return {"text": self.kind, **asdict(self.config), "num_ids": self.num_ids, "probe": probe}
+
+
+class Words(WordEncoder):
+    """Words hashed to ids, an id to a fixed random vector of signs, plus its place. Nothing is learned or downloaded.
+
+    Signs are bits of an integer hash, so they are exactly the same on every machine; two words' vectors are nearly
+    orthogonal.
+    """
+
+    config: WordsConfig
+    config_class, kind = WordsConfig, "words"
+
+    def __init__(self, config: WordsConfig) -> None:
+        super().__init__(config, NUM_IDS)
+
+    def word_ids(self, word: str) -> Sequence[int]:
+        return (word_id(word),)
 
     @torch.no_grad()
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,13 +193,6 @@ class Words(TextEncoder, Stored):
         mask = self.mask(ids)
         tokens = _signs(ids, self.dim) + self.positions[: ids.shape[1]]
         return tokens * mask[..., None], mask
-
-    def mask(self, ids: Tensor) -> Tensor:
-        return ids != PADDING
-
-    def settings(self) -> dict[str, Any]:
-        probe = self.tokenize([PROBE]).tolist()
-        return {"text": "words", **asdict(self.config), "num_ids": NUM_IDS, "probe": probe}
 
 
 def _waves(max_length: int, dim: int) -> Tensor:
@@ -257,7 +278,7 @@ class WordLlamaConfig:
             )
 
 
-class WordLlama(TextEncoder, Stored):
+class WordLlama(WordEncoder):
     """Words with meaning: the token embeddings of WordLlama (Miller 2024, MIT), in which like words are near.
 
     Words are split into pieces of Llama 2's vocabulary. WordLlama was trained on sums of pieces, so that "kitten" is
@@ -267,18 +288,13 @@ class WordLlama(TextEncoder, Stored):
     """
 
     config: WordLlamaConfig
-    config_class = WordLlamaConfig
-    positions: Tensor
+    config_class, kind = WordLlamaConfig, "wordllama"
     embeddings: Tensor  # int16 [num_ids, dim]
     pieces: Tensor  # the vocabulary in the order of its ids: UTF-8, a line each
     starts: Tensor  # bool [num_ids], whether a piece begins a word
 
     def __init__(self, config: WordLlamaConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.dim, self.max_length, self.num_ids = config.dim, config.max_length, config.num_ids
-        self.spec = f"wordllama:{config.dim}x{config.max_length}"
-        self.register_buffer("positions", _waves(config.max_length, config.dim))
+        super().__init__(config, config.num_ids)
         self.register_buffer("embeddings", torch.empty(config.num_ids, config.dim, dtype=torch.int16))
         self.register_buffer("pieces", torch.empty(config.num_bytes, dtype=torch.uint8))
         self.register_buffer("starts", torch.empty(config.num_ids, dtype=torch.bool), persistent=False)
@@ -286,11 +302,11 @@ class WordLlama(TextEncoder, Stored):
         self._known: dict[str, list[int]] = {}
 
     @classmethod
-    def installed(cls, dim: int, max_length: int) -> Self:
+    def installed(cls, dim: int = 256, max_length: int = 48) -> Self:
         """Reads the files of the PyPI package, whose code is not imported: it could download others."""
         if dim not in LLAMA_DIMS:
             raise InputError(f"wordllama has no tokens {dim} wide: choose {', '.join(map(str, LLAMA_DIMS))}")
-        weights, tokenizer = _installed_files("wordllama", "text", LLAMA_FILES)
+        weights, tokenizer = installed_files("wordllama", "text", LLAMA_FILES)
         table = read_tensors(weights, LLAMA_ADVICE).get("embedding.weight", torch.empty(0))
         model = read_json(tokenizer, LLAMA_ADVICE).get("model")
         ids = model.get("vocab") if isinstance(model, dict) else None
@@ -317,15 +333,7 @@ class WordLlama(TextEncoder, Stored):
         starts = [i in alone or piece[:1] == SPACE or _stands_alone(piece[:1]) for piece, i in self._ids.items()]
         self.starts = torch.tensor(starts, device="cpu")
 
-    def tokenize(self, captions: Sequence[str]) -> Tensor:
-        ids = torch.full((len(captions), self.max_length), PADDING, dtype=torch.int32)
-        for row, caption in zip(ids, captions, strict=True):
-            words = split_words(_cut(caption, self.max_length))
-            tokens = [BEGIN, *islice((piece for word in words for piece in self._split(word)), self.max_length - 1)]
-            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        return ids
-
-    def _split(self, word: str) -> list[int]:
+    def word_ids(self, word: str) -> Sequence[int]:
         """Returns the ids of a word's pieces. Case does not count: of `paris` and `Paris`, the shorter is taken."""
         word = word[:MAX_WORD]
         if word not in self._known:
@@ -362,22 +370,6 @@ class WordLlama(TextEncoder, Stored):
         vectors = sums / (squares / self.dim).sqrt().clamp(min=1).float()
         tokens = vectors[words] + self.positions[:length]
         return tokens * mask[..., None], mask
-
-    def mask(self, ids: Tensor) -> Tensor:
-        return ids != PADDING
-
-    def settings(self) -> dict[str, Any]:
-        probe = self.tokenize([PROBE]).tolist()
-        return {"text": "wordllama", **asdict(self.config), "probe": probe}
-
-
-def _installed_files(package: str, extra: str, names: Sequence[str]) -> list[Path]:
-    """Returns where files of a PyPI package are, from its list of files: it is not imported."""
-    with suppress(PackageNotFoundError):
-        found = {file.name: Path(str(file.locate())) for file in files(package) or ()}
-        if found.keys() >= set(names):
-            return [found[name] for name in names]
-    raise InputError(f"this needs the files of {package}: pip install 'atoll[{extra}]'")
 
 
 class CLIPText(TextEncoder, Foreign):

@@ -146,19 +146,19 @@ def _parse_numbers(text: str, num: int) -> list[int]:
 
 
 def parse_objectives(text: str, num_experts: int) -> list[str]:
-    """Returns the objective of each expert: "fm" for all, "2ddpm:6fm" in order, or "0=ddpm,3=ddpm,*=fm" by number."""
-    names = parse_by_number(text, num_experts)
-    counts = [re.fullmatch(r"\s*([0-9]{1,5})(\D.*)", part) for part in text.split(":")]
-    if "=" not in text and all(counts):
+    """Returns the objective of each expert: "fm" for all, or "2ddpm:6fm" in order."""
+    names = [text.strip()] * num_experts
+    if ":" in text or text[:1].isdecimal():
+        counts = [re.fullmatch(r"\s*([0-9]{1,5})(\D.*)", part) for part in text.split(":")]
         names = [match[2].strip() for match in counts if match for _ in range(int(match[1]))]
-    if len(names) != num_experts or None in names:
-        raise InputError(
-            f"the objectives {text!r} do not give each of {num_experts} experts one: make the counts of 2ddpm:6fm add "
-            "up, or end 0=ddpm,*=fm with *=NAME for all others"
-        )
+        if len(names) != num_experts or not all(counts):
+            raise InputError(
+                f"the objectives {text!r} do not give each of {num_experts} experts one: give one name for all, or "
+                "counts that add up, such as 2ddpm:6fm for 8 experts"
+            )
     for name in set(names):
-        get_objective(str(name))
-    return [str(name) for name in names]
+        get_objective(name)
+    return names
 
 
 def parse_by_number(text: str | None, num_experts: int) -> list[str | None]:

@@ -13,6 +13,7 @@ import torch
 
 from atoll.errors import InputError, printable
 from atoll.processes import die_with_parent
+from atoll.storage import reason_of
 
 
 def in_children(function: Callable[..., Iterator[Any]], *args: Any, num: int = 1, limit: float) -> Iterator[Any]:
@@ -73,12 +74,10 @@ def _child(sender: Connection, function: Callable[..., Iterator[Any]], args: tup
         sender.send(RuntimeError(reason(error)))
 
 
-def reason(error: BaseException) -> str:
+def reason(error: Exception) -> str:
     """Returns what went wrong: the first line of an error's message, with its class if that says more."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "too little memory is free"
-    lines = [line.strip() for line in str(getattr(error, "strerror", None) or error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if isinstance(error, InputError | OSError | RuntimeError):
-        return printable(first, 300)
-    return printable(f"{type(error).__name__}: {first}", 300)
+    name, first = type(error).__name__, reason_of(error)
+    is_plain = first and isinstance(error, InputError | OSError | RuntimeError)
+    return printable(first if is_plain else f"{name}: {first}" if first else name, 300)

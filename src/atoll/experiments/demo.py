@@ -12,10 +12,8 @@ OUT/compare/             with --compare: the monolith, the flow matching twin of
 OUT/results.json, report.html
 """
 
-import io
 import math
 import sys
-import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ from PIL import Image
 from atoll.cards import PARTITION, DatasetCard, ModelIndex, PartitionCard
 from atoll.data.builtin import make
 from atoll.data.builtin.avatars import ATTRIBUTES, attributes_of, draw_avatar, read_avatars
+from atoll.data.download import write_samples
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import TRAIN, Dataset
@@ -54,6 +53,7 @@ from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling.ensemble import generate
 from atoll.sampling.expert import Prompts
+from atoll.sampling.folder import png_of
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.sampling.settings import Sampling
@@ -198,14 +198,8 @@ class _Demo:
             notes.append(f"{NUM_EXPERTS} clusters of {', '.join(map(str, sizes))}")
 
     def _write_avatars(self, path: Path) -> None:
-        with tarfile.open(path, "w") as archive:
-            for i, example in enumerate(make("avatars", self.plan.pictures, SIZE, heldout="exclude")):
-                file = io.BytesIO()
-                example.image.save(file, "PNG")
-                for suffix, content in ((".png", file.getvalue()), (".txt", example.caption.encode())):
-                    member = tarfile.TarInfo(f"{i:06d}{suffix}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
+        examples = enumerate(make("avatars", self.plan.pictures, SIZE, heldout="exclude"))
+        write_samples(path, ((f"{i:06d}", png_of(example.image), example.caption) for i, example in examples))
 
     def _plan_models(self) -> dict[str, ModelNode]:
         plan, run, compare = self.plan, self.out / "run", self.out / "compare"

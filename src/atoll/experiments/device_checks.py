@@ -6,7 +6,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from atoll.diffusion.objective import get_objective
 from atoll.diffusion.solvers import uniform_times
@@ -127,37 +126,30 @@ def _check_product(machine: Machine, dtype: torch.dtype) -> Check:
         return Check("numbers", name, "warn", f"{name}: not supported here ({reason(error)}): {advice}")
     check = _compared(name, name, relative_error(result, a.double() @ b.double()), dtype)
     if dtype is torch.bfloat16 and machine.on_gpu and check.verdict == "ok" and not machine.bf16:
-        return Check("numbers", name, "note", f"{name}: emulated, so slow; training uses float32 here", check.values)
+        return replace(check, verdict="note", text=f"{name}: emulated, so slow; training uses float32 here")
     return check
 
 
 def _check_attention(machine: Machine) -> Iterator[Check]:
-    """Runs both forms of attention that a DiT has, at the size of xl/2, by every kernel."""
+    """Runs both forms of attention that a DiT has, at the size of xl/2, and tells by which kernel."""
     dtype = torch.bfloat16 if machine.bf16 else torch.float32
     for name, length in (("self-attention", NUM_TOKENS), ("attention to text", NUM_TEXT)):
         shapes = [(2, num, HEADS, HEAD_WIDTH) for num in (NUM_TOKENS, length, length)]
         q, k, v = (torch.randn(shape).to(dtype).transpose(1, 2) for shape in shapes)  # [B, H, N, d/H], not contiguous
-        masked = length == NUM_TEXT
-        mask = (torch.arange(length) < torch.tensor([[length], [length // 2]]))[:, None, None]  # [B, 1, 1, L]
-        expected = attend(q.double(), k.double(), v.double(), mask if masked else None)
+        mask = None
+        if length == NUM_TEXT:
+            mask = (torch.arange(length) < torch.tensor([[length], [length // 2]]))[:, None, None]  # [B, 1, 1, L]
+        expected = attend(q.double(), k.double(), v.double(), mask)
         q, k, v = (part.to(machine.device).requires_grad_() for part in (q, k, v))
-        their_mask = mask.to(machine.device) if masked else None
-        usable = []
-        for kernel, kernel_name in KERNELS.items():
-            with suppress(RuntimeError), sdpa_kernel(kernel):
-                attend(q, k, v, their_mask).float().sum().backward()
-                usable.append(kernel_name)
+        their_mask = None if mask is None else mask.to(machine.device)
         used = KERNELS.get(SDPBackend(torch._fused_sdp_choice(q, k, v, their_mask)), "another")
-        others = [other for other in usable if other != used]
         what = f"{name} in {DTYPES[dtype]}: the {used} kernel is used"
-        what += f" ({' and '.join(others)} would work too)" if others else ""
         check = _compared(name, what, relative_error(attend(q, k, v, their_mask), expected), dtype)
-        check.values.update(kernel=used, usable=", ".join(usable), dtype=DTYPES[dtype])
+        check.values.update(kernel=used, dtype=DTYPES[dtype])
         if check.verdict == "ok" and machine.on_gpu and used == KERNELS[SDPBackend.MATH]:
             advice = "slow, and takes much memory: update PyTorch, or use a GPU of compute capability 8.0 or more"
-            yield Check("numbers", name, "warn", f"{what}, which is {advice}", check.values)
-        else:
-            yield check
+            check = replace(check, verdict="warn", text=f"{what}, which is {advice}")
+        yield check
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -194,10 +186,6 @@ def run_network(network: DiT, inputs: Tensors, device: torch.device, bf16: bool 
 
 
 # --- speed and memory ---------------------------------------------------------------------------------------------
-
-
-def check_speed(machine: Machine) -> Iterator[Check]:
-    yield from in_children(benchmark, machine, limit=BENCHMARK_LIMIT)
 
 
 def check_compile(machine: Machine) -> Iterator[Check]:
@@ -272,13 +260,12 @@ def benchmark(machine: Machine, _rank: int = 0) -> Iterator[Check]:
 
     # The prediction's base and holes are no tensors, which is all that CUDA counts.
     expected = predicted.total - (predicted.base + predicted.holes if machine.on_gpu else 0)
-    what = f"training {model}, batch {batch}: {in_words(allocated)} at the peak, {in_words(expected)} predicted"
+    text = f"training {model}, batch {batch}: {in_words(allocated)} at the peak, {in_words(expected)} predicted"
+    fits = allocated <= FAIR_MEMORY * expected
+    if not fits:
+        text += "; runs may need more than --dry-run says: begin with a smaller --micro-batch"
     values: Values = {"measured": allocated, "predicted": expected}
-    if allocated > FAIR_MEMORY * expected:
-        advice = "runs may need more than --dry-run says: begin with a smaller --micro-batch"
-        yield Check("memory", "training", "warn", f"{what}; {advice}", values)
-    else:
-        yield Check("memory", "training", "ok", what, values)
+    yield Check("memory", "training", "ok" if fits else "warn", text, values)
     if not machine.quick:
         yield _check_room(machine, free)
 
@@ -289,11 +276,10 @@ def _check_room(machine: Machine, free: int) -> Check:
     needed = predict(
         PAPERS, settings, text_length=NUM_TEXT, device_type=machine.device.type, bf16=machine.bf16, base=CUDA_BASE
     ).total
-    values: Values = {"needed": needed, "free": free}
-    what = f"training xl/2 takes {in_words(needed)} or more (predicted); {in_words(free)} are free"
+    text = f"training xl/2 takes {in_words(needed)} or more (predicted); {in_words(free)} are free"
     if needed > free:
-        return Check("memory", "xl/2", "note", f"{what}: train a smaller model, such as b/2, or free some", values)
-    return Check("memory", "xl/2", "ok", what, values)
+        text += ": train a smaller model, such as b/2, or free some"
+    return Check("memory", "xl/2", "note" if needed > free else "ok", text, {"needed": needed, "free": free})
 
 
 def _benchmarked(machine: Machine) -> tuple[str, int]:
@@ -359,11 +345,10 @@ def _check_peak(machine: Machine, peak: Device) -> Iterator[Check]:
 
 def _against_best(machine: Machine, name: str, text: str, seconds: float, best: float) -> Check:
     share = best / seconds
-    text = f"{text}; {share:.0%} of the best possible here"
+    slow = machine.on_gpu and share < FAIR_SHARE  # a CPU is slower for many reasons, none of which is a fault
+    text = f"{text}; {share:.0%} of the best possible here{f'; {SLOW}' if slow else ''}"
     values: Values = {"seconds": seconds, "predicted": best, "share": share}
-    if machine.on_gpu and share < FAIR_SHARE:  # a CPU is slower for many reasons, none of which is a fault
-        return Check("speed", name, "warn", f"{text}; {SLOW}", values)
-    return Check("speed", name, "ok", text, values)
+    return Check("speed", name, "warn" if slow else "ok", text, values)
 
 
 def _in_seconds(seconds: float) -> str:
@@ -399,13 +384,12 @@ def check_all_reduce(machine: Machine) -> Iterator[Check]:
         with tempfile.TemporaryDirectory(prefix="atoll-doctor-") as folder:
             yield from in_children(all_reduce, f"{folder}/store", backend, size, num=size, limit=REDUCE_LIMIT)
     except RuntimeError as error:
-        text = f"all-reduce by {backend} between {size} processes: does not work ({error}): "
+        verdict: Verdict = "fail" if num > 1 else "warn"
+        advice = "train in one process, which needs none"
         if num > 1:
-            text += "train on one GPU, or set NCCL_P2P_DISABLE=1 and try again"
-            yield Check("several devices", "all-reduce", "fail", text)
-        else:
-            text += "train in one process, which needs none"
-            yield Check("several devices", "all-reduce", "warn", text)
+            advice = "train on one GPU, or set NCCL_P2P_DISABLE=1 and try again"
+        text = f"all-reduce by {backend} between {size} processes: does not work ({error}): {advice}"
+        yield Check("several devices", "all-reduce", verdict, text)
 
 
 def all_reduce(store: str, backend: str, size: int, rank: int) -> Iterator[Check]:
@@ -419,22 +403,14 @@ def all_reduce(store: str, backend: str, size: int, rank: int) -> Iterator[Check
     gradients = torch.full((numbers,), float(rank + 1), device=device)
     distributed.all_reduce(gradients)
     right = bool((gradients == size * (size + 1) / 2).all())
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        distributed.all_reduce(gradients)
-        if backend == "nccl":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+    seconds = seconds_of(lambda: distributed.all_reduce(gradients), device, 0)  # as many calls in each process
     distributed.barrier()
     distributed.destroy_process_group()
     if rank == 0:
-        speed = 2 * (size - 1) / size * 4 * numbers / statistics.median(times)
+        speed = 2 * (size - 1) / size * 4 * numbers / seconds
         what = f"all-reduce by {backend} between {size} {'GPUs' if backend == 'nccl' else 'processes on the CPU'}"
+        result = f"correct, {speed / 1e9:.1f} GB/s; they can train together"
+        if not right:
+            result = "the sums are wrong: train on one GPU, and test each by --device cuda:N"
         values: Values = {"backend": backend, "size": size, "bandwidth": speed, "right": right}
-        if right:
-            text = f"{what}: correct, {speed / 1e9:.1f} GB/s; they can train together"
-            yield Check("several devices", "all-reduce", "ok", text, values)
-        else:
-            text = f"{what}: the sums are wrong: train on one GPU, and test each by --device cuda:N"
-            yield Check("several devices", "all-reduce", "fail", text, values)
+        yield Check("several devices", "all-reduce", "ok" if right else "fail", f"{what}: {result}", values)

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -35,16 +36,17 @@ from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.data.view import DatasetView
 from atoll.errors import InputError, plural, printable
-from atoll.experiments.children import reason
+from atoll.experiments.children import in_children, reason
 from atoll.experiments.device_checks import (
+    BENCHMARK_LIMIT,
     Check,
     Machine,
     Values,
     Verdict,
+    benchmark,
     check_all_reduce,
     check_compile,
     check_numbers,
-    check_speed,
 )
 from atoll.metrics.diversity import find_weights
 from atoll.networks.dit import DiT, DiTConfig
@@ -117,11 +119,9 @@ def check_machine(machine: Machine) -> Iterator[Check]:
         about, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
         values = {"name": about.name, "capability": f"{about.major}.{about.minor}", "memory": total, "free": free}
         text = f"GPU {number}: {about.name}, {in_words(total)} of memory, {in_words(free)} free"
-        if total - free > 0.1 * total + 1e9:  # of which this process has half a GB
-            text += "; other processes have the rest: `nvidia-smi` lists them"
-            yield Check("machine", f"GPU {number}", "warn", text, values)
-        else:
-            yield Check("machine", f"GPU {number}", "ok", text, values)
+        shared = total - free > 0.1 * total + 1e9  # of which this process has half a GB
+        text += "; other processes have the rest: `nvidia-smi` lists them" if shared else ""
+        yield Check("machine", f"GPU {number}", "warn" if shared else "ok", text, values)
 
 
 def _why_no_gpu(machine: Machine) -> tuple[Verdict, str]:
@@ -230,15 +230,15 @@ def _measure_disk(path: Path, size: int) -> Check:
     seconds = checkpoint_bytes("xl/2") / writing
     speeds = f"writing {writing / 1e6:,.0f} MB/s, reading {reading / 1e6:,.0f} MB/s"
     text = f"{speeds}; a checkpoint of xl/2 takes {seconds:.0f} s to write"
-    if writing < SLOW_DISK:
-        return Check("disk", "write", "warn", f"{text}: choose a faster disk, or a larger --save-every", values)
-    return Check("disk", "write", "ok", text, values)
+    text += ": choose a faster disk, or a larger --save-every" if writing < SLOW_DISK else ""
+    return Check("disk", "write", "warn" if writing < SLOW_DISK else "ok", text, values)
 
 
 def _measure_data(place: Path, num: int) -> Iterator[Check]:
     """Makes a data set of the built-in shapes, and reads it as a training does: in batches of random rows."""
+    settings = PrepareSettings(codec="pca:plain")  # pca itself trains a network first, half a minute
     start = time.perf_counter()
-    prepare(Source("shapes", num=num), place / "data", PrepareSettings(), 0, progress=False, device="cpu")
+    prepare(Source("shapes", num=num), place / "data", settings, 0, progress=False, device="cpu")
     making = num / (time.perf_counter() - start)
     view = DatasetView(Dataset.open(place / "data"))
     order, batches = np.random.default_rng(0), 50
@@ -254,7 +254,7 @@ def _measure_data(place: Path, num: int) -> Iterator[Check]:
 # --- all of them --------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """A function that yields lines, and how many seconds it may take."""
 
     group: str
@@ -263,18 +263,18 @@ class Part(NamedTuple):
     limit: float
 
 
-PARTS = (
-    Part("machine", "machine", check_machine, 30),
-    Part("packages", "packages", check_packages, 60),
-    Part("numbers", "numbers", check_numbers, 60),
-    Part("speed", "torch.compile", check_compile, 60),
-    Part("speed", "speed and memory", check_speed, 120),
-    Part("several devices", "all-reduce", check_all_reduce, 60),
-    Part("disk", "disk", check_disk, 60),
+SECTIONS = (
+    Section("machine", "machine", check_machine, 30),
+    Section("packages", "packages", check_packages, 60),
+    Section("numbers", "numbers", check_numbers, 60),
+    Section("speed", "torch.compile", check_compile, 60),
+    Section("speed", "speed and memory", partial(in_children, benchmark, limit=BENCHMARK_LIMIT), 120),
+    Section("several devices", "all-reduce", check_all_reduce, 60),
+    Section("disk", "disk", check_disk, 60),
 )
 
 
-def diagnose(machine: Machine, report: Path | None = None, parts: Sequence[Part] = PARTS) -> bool:
+def diagnose(machine: Machine, report: Path | None = None, sections: Sequence[Section] = SECTIONS) -> bool:
     """Prints a line for each check, writes the report if there is to be one, and returns whether none has failed."""
     start, checks = time.monotonic(), list[Check]()
     torch.set_num_threads(1)  # as a training does unless told otherwise; several wait for each other on a busy machine
@@ -286,24 +286,23 @@ def diagnose(machine: Machine, report: Path | None = None, parts: Sequence[Part]
     }
     if report is not None:
         write_json(report, make_report(machine, checks, 0))  # an unwritable place shows now, not in two minutes
-    for part in parts:
-        _show_progress(part.name)
-        for check in run_part(part, machine):
+    for section in sections:
+        _show_progress(section.name)
+        for check in run_section(section, machine):
             _show_progress(None)
             if not checks or check.group != checks[-1].group:
                 print(headings.get(check.group, check.group))
             print(printable(f"  {check.verdict:5} {check.text}"), flush=True)
             checks.append(check)
-            _show_progress(part.name)
+            _show_progress(section.name)
         _show_progress(None)
     counts = Counter(check.verdict for check in checks)
     print()
+    warned = plural(counts["warn"], "warning")
     if counts["fail"]:
-        num = plural(counts["fail"], "check")
-        print(f"{num} failed, {plural(counts['warn'], 'warning')}: each such line says what to do")
+        print(f"{plural(counts['fail'], 'check')} failed, {warned}: each such line says what to do")
     else:
-        where = "the GPU" if machine.on_gpu else "the CPU"
-        print(f"Atoll works here, on {where}: no check failed, {plural(counts['warn'], 'warning')}")
+        print(f"Atoll works here, on the {'GPU' if machine.on_gpu else 'CPU'}: no check failed, {warned}")
     if report is None:
         print("for an issue, attach the file of: atoll doctor --json doctor.json")
     else:
@@ -312,27 +311,27 @@ def diagnose(machine: Machine, report: Path | None = None, parts: Sequence[Part]
     return not counts["fail"]
 
 
-def run_part(part: Part, machine: Machine) -> Iterator[Check]:
-    """Yields the lines of a part; if it fails in whatever way, or does not end, the last is a failed one."""
+def run_section(section: Section, machine: Machine) -> Iterator[Check]:
+    """Yields the lines of a section; if it fails in whatever way, or does not end, the last is a failed one."""
     results: SimpleQueue[Check | Exception | None] = SimpleQueue()
 
     def run() -> None:
         try:
-            for check in part.check(machine):
+            for check in section.check(machine):
                 results.put(check)
             results.put(None)
         except Exception as error:
             results.put(error)
 
     Thread(target=run, daemon=True).start()
-    end = time.monotonic() + part.limit
+    end = time.monotonic() + section.limit
     while True:
         try:
             item = results.get(timeout=max(0, end - time.monotonic()))
         except Empty:
-            item = TimeoutError(f"it had not ended after {part.limit:g} s, and was left")
+            item = TimeoutError(f"it had not ended after {section.limit:g} s, and was left")
         if isinstance(item, Exception):
-            yield Check(part.group, part.name, "fail", f"{part.name}: cannot be checked ({reason(item)})")
+            yield Check(section.group, section.name, "fail", f"{section.name}: cannot be checked ({reason(item)})")
         if not isinstance(item, Check):
             return
         yield item

@@ -241,9 +241,10 @@ class Evaluation:
     # --- the models -------------------------------------------------------------------------------------------------
 
     def check(self, contender: Contender) -> None:
-        """Refuses what cannot be judged: one image is drawn, in one step."""
-        quick = contender._replace(sampling=replace(contender.sampling, steps=1))
-        self.images(quick, self.open(contender), [0], 0).latents(slice(0, 1))
+        """Refuses what cannot be judged: all experts are verified, and one image is drawn, in one step."""
+        quick, pipe = contender._replace(sampling=replace(contender.sampling, steps=1)), self.open(contender)
+        pipe.index.verify(pipe.folder, again=False)
+        self.images(quick, pipe, [0], 0).latents(slice(0, 1))
 
     def judge(self, contender: Contender) -> dict[str, Any]:
         """Returns all figures of one model."""

@@ -140,6 +140,7 @@ class SampledImages(ImageSet):
         (card, *others) = self.pipe.index.experts
         if others or card is None:
             raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
+        self.pipe.index.verify_part(self.pipe.folder, card.folder)
         expert = Expert.load(self.pipe.folder / card.folder)
         expert.network.to(self.pipe.device)
         return expert

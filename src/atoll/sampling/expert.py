@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from atoll.cards import ExpertCard, file_digest
+from atoll.cards import ExpertCard, ModelIndex, file_digest
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.transfer import Conversion, Transfer
 from atoll.encoders.text import TextEncoder
@@ -86,8 +86,9 @@ class VelocityExpert:
 class FolderExpert(VelocityExpert):
     """An expert in its folder, whose weights are in memory only from `load` to `unload`.
 
-    The first `load` checks every value; the next ones only read again what has been checked. Weights are read into
-    memory of their own, not mapped, so that results do not depend on where in the file they lie.
+    The first `load` checks every value, and if it is part of a model the hashes in its `index`; the next ones only read
+    again what has been checked. Weights are read into memory of their own, not mapped, so that results do not depend on
+    where in the file they lie.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class FolderExpert(VelocityExpert):
         conversion: Conversion | str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        index: ModelIndex | None = None,
     ) -> None:
-        self.path = Path(folder)
+        self.path, self.index = Path(folder), index
         self.card = ExpertCard.read(self.path)
         self.shape = tuple(self.card.latent_space.shape)
         self.is_flow = self.card.objective.get("prediction") == Prediction.VELOCITY
@@ -111,6 +113,8 @@ class FolderExpert(VelocityExpert):
             return
         path = self.path / WEIGHTS
         if self._digest is None:
+            if self.index is not None:
+                self.index.verify_part(self.path.parent, self.path.name)
             expert = Expert.load(self.path, dtype=self.dtype)
             expert.network.to(self.device)
             loaded = VelocityExpert.of(expert, self.conversion)

@@ -80,11 +80,11 @@ def _cell(value: object) -> str:
     return printable(str(value), 200).translate({ord(mark): f"\\{mark}" for mark in "|`[]<>*_"})
 
 
-def write_model_card(folder: Path, index: ModelIndex) -> None:
-    """Writes the page, unless people have changed it: then it is theirs."""
+def write_model_card(folder: Path, index: ModelIndex, out: Path | None = None) -> None:
+    """Writes the page, to `out` or to the folder itself, unless people have changed it: then it is theirs."""
+    out = out or folder
     if is_ours(folder, index) or not os.path.lexists(folder / README):
-        content = model_card(folder, index, (folder / SAMPLES).is_file())
-        write_text(folder / README, content)
+        write_text(out / README, model_card(folder, index, (out / SAMPLES).is_file()))
 
 
 def is_ours(folder: Path, index: ModelIndex) -> bool:

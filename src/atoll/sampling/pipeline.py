@@ -29,12 +29,10 @@ from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
 from atoll.networks.stored import DTYPES
-from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling.assemble import copy_model, find_model, load_router, push_model
 from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import FolderExpert, Prompts
-from atoll.sampling.model_card import SAMPLES
 from atoll.sampling.routing import POLICIES, get_routing
 from atoll.sampling.settings import GUIDANCE, Sampling
 from atoll.tensors import get_device
@@ -108,12 +106,12 @@ class AtollPipeline:
         """Opens a folder that `assemble` has made, or a hub id.
 
         At most `max_resident` experts are in memory at a time; `dtype` is that of the experts, by default as they were
-        saved. Every file is compared with its hash in the index before it is first used, which is remembered until the
-        file changes; `verify` reads them all again.
+        saved. Every file is compared with its hash in the index before it is first used, those of an expert when its
+        weights are first needed; hashes are remembered until the file changes. `verify` reads all files again, now.
         """
         self.folder = folder = find_model(folder, revision)
         self.index = index = ModelIndex.read(folder)
-        index.verify(folder, again=verify)
+        index.verify(folder, again=verify, experts=verify)
         self.max_resident = max_resident
         self.conversion = None if conversion is None else Conversion(conversion)
         self.codec = load_codec(folder)
@@ -151,11 +149,12 @@ class AtollPipeline:
         Its page shows an image of each of the `prompts`: a model knows none of its own, so by default the empty one,
         which shows what it makes unasked. With no prompts there are no images.
         """
+        grid = None
         if prompts:
             samples = self(prompts, seed=list(range(len(prompts))))
             assert isinstance(samples.images, list)
-            save_image(draw_grid(samples.images, prompts), self.folder / SAMPLES)
-        return push_model(self.folder, repo_id, private, token)
+            grid = draw_grid(samples.images, prompts)
+        return push_model(self.folder, repo_id, private, token, grid)
 
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | str | None = None
@@ -192,6 +191,7 @@ class AtollPipeline:
         self.ensemble = Ensemble.open(
             [None if part is None else self.folder / part.folder for part in parts], self.router,
             conversion=self.conversion, dtype=self.dtype, device=self.device, max_resident=self.max_resident,
+            index=index,
         )  # fmt: skip
         scales = []
         for expert, part in zip(self.ensemble.experts, parts, strict=True):

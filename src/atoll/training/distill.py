@@ -66,6 +66,7 @@ class Teacher:
             if by_label:
                 warnings.filterwarnings("ignore", "expert_.* missing")  # nothing goes to the others
             pipe = AtollPipeline(folder, max_resident=settings.max_resident, device=device)
+        index.verify(folder, again=False)  # before hours of work
         learned = set(pipe.learned_guidance)
         if len(learned) > 1:
             raise InputError(f"the experts of {folder} have learned different guidance: a student needs one for all")
