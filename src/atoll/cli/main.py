@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from atoll.data.settings import PrepareSettings
 from atoll.errors import InputError, printable
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
 
@@ -24,7 +25,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
 }
 NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "doctor"}  # they begin anew
-SETTINGS: dict[str, dict[str, type[Settings]]] = {
+SETTINGS: dict[str, dict[str, type[Settings] | type[PrepareSettings]]] = {
+    "prepare": {"settings": PrepareSettings},
     "train": {"settings": ExpertSettings},
     "train-router": {"settings": RouterSettings},
     "train-all": {"settings": ExpertSettings, "router_settings": RouterSettings},

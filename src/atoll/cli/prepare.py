@@ -18,12 +18,13 @@ def prepare(
     seed: int = 0,
     workers: int | None = None,
     device: str = "auto",
+    recipe: str | None = None,
 ) -> None:
     """Make a data set of images with captions. Rerun the command to resume.
 
     For example:
       atoll prepare avatars --num 4000 --out data
-      atoll prepare photos/ --size 64 --features efficientnet --out data
+      atoll prepare photos/ --recipe photos --out data
       atoll prepare tars/ --size 256 --codec vae:stabilityai/sd-vae-ft-mse \\
         --text clip:openai/clip-vit-large-patch14 --features dino:facebook/dinov2-large --out data
       atoll prepare flowers/ --template "a photo of a {label}" --out data
@@ -43,10 +44,13 @@ def prepare(
         seed: Of a built-in data set, and of the choice of NUM images of any other.
         workers: Processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
+        recipe: One that comes with atoll, such as photos, or a TOML file, whose table [prepare] has settings; flags win
+            over it.
     """
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
 
+    del recipe  # read before the flags were: main.py
     place = Source(source, template, num, settings.size, seed, caption_column)
     card = make(place, out, settings, workers, device=device)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))

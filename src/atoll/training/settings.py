@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 import tyro
 
 from atoll.config import build, check_choices
+from atoll.data.settings import PrepareSettings
 from atoll.errors import InputError, shown, unknown
 from atoll.storage import read_bytes, reason_of, resolved
 
@@ -196,8 +197,8 @@ Micro-batches round otherwise, no more."""
 
 # Of a recipe; the others are for `atoll reproduce` alone.
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
-OTHER_TABLES = ("study", "data")
-S = TypeVar("S", bound=Settings)
+PREPARE, OTHER_TABLES = "prepare", ("study", "data")
+S = TypeVar("S", bound=Settings | PrepareSettings)
 
 
 def recipe_names() -> list[str]:
@@ -206,7 +207,7 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(given: str | Path, cls: type[S]) -> S:
-    """Returns the settings in a recipe: of its table [expert], [router] or [student], and the keys above, for all."""
+    """Returns the settings in a recipe: of [prepare] alone, or of [expert], [router] or [student] and the keys above."""
     return read_settings(read_toml(given), cls, str(given))
 
 
@@ -225,13 +226,13 @@ def read_toml(given: str | Path) -> dict[str, Any]:
 
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     """Returns the settings in what a recipe holds; `where` names it in messages. All its tables are checked."""
-    shared = {name: value for name, value in content.items() if name not in (*TABLES, *OTHER_TABLES)}
-    settings = {}
-    for name, kind in TABLES.items():
+    shared = {name: value for name, value in content.items() if name not in (*TABLES, PREPARE, *OTHER_TABLES)}
+    settings: dict[type, object] = {}
+    for name, kind in {**TABLES, PREPARE: PrepareSettings}.items():
         table = content.get(name, {})
         if not isinstance(table, dict):
             raise InputError(f"{name} in {where} must be a table: write [{name}]")
-        settings[kind] = build(kind, {**shared, **table}, f"[{name}] of {where}")
+        settings[kind] = build(kind, table if name == PREPARE else {**shared, **table}, f"[{name}] of {where}")
     return cast(S, settings[cls])
 
 
