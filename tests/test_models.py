@@ -310,3 +310,49 @@ class TestBadInput:
     def test_preset(self):
         with pytest.raises(InputError, match=r"unknown model size 'xxl/2': did you mean 'xl/2'\?"):
             preset("xxl/2")
+
+
+class TestLocal:
+    """Convolutions between neighbouring tokens, before each MLP."""
+
+    def test_changes_nothing_at_first(self):
+        torch.manual_seed(0)
+        plain = DiT(DiTConfig(**preset("xs/2", input_size=SIZE, text_dim=TEXT_DIM)))
+        local = DiT(DiTConfig(**preset("xs/2:local", input_size=SIZE, text_dim=TEXT_DIM)))
+        missing, unexpected = local.load_state_dict(plain.state_dict(), strict=False)
+        assert not unexpected
+        assert {name.split(".", 2)[2] for name in missing} == {"local.weight", "local.bias"}
+        x, t, text, mask = inputs()
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        local.load_state_dict(plain.state_dict(), strict=False)
+        with torch.no_grad():
+            assert torch.equal(local(x, t, text, mask), plain(x, t, text, mask))
+
+    def test_reaches_the_neighbours(self):
+        """With attention switched off, a token depends on as many rings of others as there are blocks."""
+        dit = small(local=True)
+        for block in dit.blocks:
+            nn.init.zeros_(block.attention.out.weight)
+        x, t, text, _ = inputs(1)
+        x.requires_grad_()
+        middle = SIZE // 2
+        dit(x, t, text)[0, 0, middle, middle].backward()
+        reached = x.grad.abs().sum((0, 1)) > 0
+        rings = 2 * len(dit.blocks)  # a ring of 2 x 2 patches for each block
+        near = torch.zeros(SIZE, SIZE, dtype=torch.bool)
+        near[max(middle - rings, 0) : middle + rings + 2, max(middle - rings, 0) : middle + rings + 2] = True
+        assert torch.equal(reached, near)
+
+    def test_is_stored(self, tmp_path):
+        dit = small(local=True)
+        dit.save_pretrained(tmp_path)
+        again = DiT.from_pretrained(tmp_path)
+        assert again.config.local
+        x, t, text, mask = inputs()
+        with torch.no_grad():
+            assert torch.equal(again(x, t, text, mask), dit(x, t, text, mask))
+
+    def test_a_router_has_none(self):
+        with pytest.raises(InputError, match="local"):
+            RouterConfig(**preset("xs/2:local", input_size=SIZE, text_dim=TEXT_DIM), num_experts=4)

@@ -56,6 +56,7 @@ def diffusers_config(network: DiT, name: str) -> dict[str, Any]:
         "per-block modulation": config.adaln == "block",
         "no text": config.text_dim is None,
         "a norm before cross-attention": config.cross_attention_norm,
+        "convolutions before its MLPs": config.local,
         "waves of the time in another spacing": config.frequency_shift != 0,
         "MLPs that are not 4 times as wide as it": config.mlp_ratio != 4,
         "positions that it has learned": step is None,

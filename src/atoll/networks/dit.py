@@ -41,6 +41,7 @@ class TrunkConfig:
     time_scale: float = 999.0  # Eq. 20: t in [0, 1] is shown to the network as a step of [0, 999]
     adaln: str = "single"  # one linear map of the time for all blocks, or "block", one for each, as in DiT
     frequency_shift: int = 0  # 1: the slowest wave is exactly 10,000 times slower, as diffusers has it for DiT
+    local: bool = False  # a depthwise 3 x 3 convolution before each MLP: short runs need not learn what is near
 
     def __post_init__(self) -> None:
         check_counts(
@@ -51,7 +52,13 @@ class TrunkConfig:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.01 <= value <= 1e6:
                 raise InputError(f"{name} must be a number from 0.01 to 1e6, but is {shown(value)}")
-        check_choices(self, text_projection=("linear", "mlp"), adaln=("single", "block"), frequency_shift=(0, 1))
+        check_choices(
+            self,
+            text_projection=("linear", "mlp"),
+            adaln=("single", "block"),
+            frequency_shift=(0, 1),
+            local=(False, True),
+        )
         if self.in_channels * self.input_size**2 > MAX_LATENTS or self.num_tokens > MAX_TOKENS:
             raise InputError(
                 f"{self.in_channels} x {self.input_size} x {self.input_size} latents in patches of {self.patch_size} "
@@ -130,6 +137,8 @@ class Block(nn.Module):
         self.attention = SelfAttention(width, config.num_heads)
         self.cross = None if config.text_dim is None else CrossAttention(width, config.num_heads)
         self.cross_norm = config.cross_attention_norm
+        self.side = config.input_size // config.patch_size
+        self.local = nn.Conv2d(width, width, 3, padding=1, groups=width) if config.local else None
         inner = int(width * config.mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width))
 
@@ -141,7 +150,11 @@ class Block(nn.Module):
         if self.cross is not None:
             assert text is not None
             h = h + self.cross(plain_norm(h) if self.cross_norm else h, *text)
-        return torch.addcmul(h, mlp_gate, self.mlp(modulated_norm(h, mlp_shift, mlp_scale)))
+        inputs = modulated_norm(h, mlp_shift, mlp_scale)
+        if self.local is not None:
+            grid = inputs.transpose(1, 2).unflatten(2, (self.side, self.side))  # [B, d, S/p, S/p]
+            inputs = inputs + self.local(grid).flatten(2).transpose(1, 2)
+        return torch.addcmul(h, mlp_gate, self.mlp(inputs))
 
 
 def plain_norm(h: Tensor) -> Tensor:
@@ -216,6 +229,9 @@ class Trunk(Stored):
                 nn.init.normal_(block.modulation, std=width**-0.5)
             if block.cross is not None:
                 nn.init.zeros_(block.cross.out.weight)
+            if block.local is not None:
+                nn.init.zeros_(block.local.weight)
+                nn.init.zeros_(block.local.bias)  # type: ignore[arg-type]
         with torch.no_grad():
             self.positions.copy_(sincos_positions(width, self.config.input_size // self.config.patch_size))
 

@@ -19,9 +19,10 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
     """Returns the arguments of a config by a size's name and a patch: DiTConfig(**preset("b/2", text_dim=512)).
 
     "128x6/2" is 128 wide and 6 blocks deep. Without a patch, it is 2, or 1 if input_size is among the changes and at
-    most 16.
+    most 16. ":local" after it adds convolutions between neighbouring tokens.
     """
-    size, _, patch = name.lower().partition("/")
+    plain = name.lower().removesuffix(":local")
+    size, _, patch = plain.partition("/")
     if size in SIZES:
         config = dict(SIZES[size])
     elif sizes := re.fullmatch(r"(\d{1,5})x(\d{1,4})", size):
@@ -29,8 +30,10 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
         heads = next((n for n in (width // 64, width // 32, 1) if n and width % n == 0), 1)
         config = {"hidden_size": width, "depth": depth, "num_heads": heads}
     else:
-        raise unknown("model size", name, [*(f"{known}/2" for known in SIZES), "WIDTHxDEPTH/PATCH"])
+        raise unknown("model size", name, [*(f"{known}/2" for known in SIZES), "WIDTHxDEPTH/PATCH[:local]"])
     if patch and not re.fullmatch(r"[1-9]\d{0,2}", patch):
         raise InputError(f"the patch of model size {name!r} must be a whole number: write it like b/2")
     config["patch_size"] = int(patch) if patch else (1 if changes.get("input_size", 32) <= 16 else 2)
+    if plain != name.lower():
+        config["local"] = True
     return {**config, **changes}

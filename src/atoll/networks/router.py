@@ -20,7 +20,7 @@ class RouterConfig(TrunkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, num_experts=65536)
-        check_choices(self, head=("linear", "mlp"))
+        check_choices(self, head=("linear", "mlp"), local=(False,))  # its class token lies beside the grid
 
 
 class Router(Trunk):

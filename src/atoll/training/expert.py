@@ -166,7 +166,7 @@ class ExpertTask(CaptionedTask):
 
 
 def _size(config: DiTConfig) -> str:
-    return f"{config.hidden_size}x{config.depth}/{config.patch_size}"
+    return f"{config.hidden_size}x{config.depth}/{config.patch_size}{':local' * config.local}"
 
 
 def train_expert(

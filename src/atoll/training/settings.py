@@ -37,7 +37,8 @@ class Settings:
     """What every run has, be it an expert's, the monolith's or the router's."""
 
     model: str = "mini"
-    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's."""
+    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. With :local after that,
+    blocks have convolutions too, which helps in short runs on 8 x 8 tokens and more."""
     steps: int = 5000
     """Updates of the weights."""
     batch: int = 64
