@@ -208,7 +208,7 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(given: str | Path, cls: type[S]) -> S:
-    """Returns the settings in a recipe: of [prepare] alone, or of [expert], [router] or [student] and the keys above."""
+    """Returns the settings in a recipe: of [prepare], or of [expert], [router] or [student] and the keys above them."""
     return read_settings(read_toml(given), cls, str(given))
 
 
