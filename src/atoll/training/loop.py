@@ -28,6 +28,7 @@ from atoll.training.checkpoint import Progress
 from atoll.training.distributed import Distributed
 from atoll.training.memory import Heap
 from atoll.training.metrics_log import MetricsLog
+from atoll.training.muon import Muon
 from atoll.training.settings import Settings
 from atoll.training.tally import Tally
 from atoll.training.task import Batch, Batches, Task
@@ -205,7 +206,7 @@ def build_task(make_task: Callable[[torch.device], T], device: torch.device) -> 
 
 
 class Learner:
-    """A network in training: its weights, their EMA, and AdamW."""
+    """A network in training: its weights, their EMA, and AdamW, beside which Muon may update the matrices."""
 
     def __init__(self, task: Task, settings: Settings, distributed: Distributed) -> None:
         self.task, self.settings, self.distributed = task, settings, distributed
@@ -216,11 +217,13 @@ class Learner:
         self.names = [name for name, _ in named]
         self.weights: list[Tensor] = [p for _, p in named]
         self.ema = [p.detach().clone() for p in self.weights]
+        self.muon = Muon(dict(named) if settings.optimizer == "muon" else {})
+        self.by_adamw = {name: p for name, p in named if name not in self.muon.weights}
         betas = (0.9, settings.beta2)
         self.optimizer = torch.optim.AdamW(
-            self.weights, lr=0.0, betas=betas, weight_decay=settings.weight_decay, fused=True
+            self.by_adamw.values(), lr=0.0, betas=betas, weight_decay=settings.weight_decay, fused=True
         )
-        for p in self.weights:
+        for p in self.by_adamw.values():
             self.optimizer.state[p] = {
                 "step": torch.zeros((), device=p.device if p.is_cuda else None),
                 "exp_avg": torch.zeros_like(p),
@@ -247,28 +250,35 @@ class Learner:
         return self.distributed.mean(torch.stack([total, norm.detach()]))
 
     def update(self, lr: float, decay: float, skip: Tensor | None = None) -> None:
-        """Updates weights and EMA; where `skip` is 1, which AdamW finds out on the device, the weights stay."""
+        """Updates weights and EMA; where `skip` is 1, which is found out on the device, the weights stay."""
+        self.muon.step(self.settings.muon_lr * lr / self.settings.peak_lr(self.network.config.hidden_size), skip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name by which gradient scalers say it
         self.optimizer.step()
         torch._foreach_lerp_(self.ema, self.weights, 1 - decay)
-        self.optimizer.zero_grad()
+        for p in self.weights:
+            p.grad = None
         self.heap.tidy()
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all that is learned, by its name in a checkpoint."""
-        moments = [[self.optimizer.state[p][key] for p in self.weights] for key in ("exp_avg", "exp_avg_sq")]
-        parts: list[list[Tensor]] = [[p.detach() for p in self.weights], self.ema, *moments]
+        first, second = (
+            {name: self.optimizer.state[p][key] for name, p in self.by_adamw.items()}
+            for key in ("exp_avg", "exp_avg_sq")
+        )
+        weights = {name: p.detach() for name, p in zip(self.names, self.weights, strict=True)}
+        parts = (weights, dict(zip(self.names, self.ema, strict=True)), first | self.muon.momenta, second)
         return {
-            f"{part}.{name}": tensor
+            f"{part}.{name}": tensors[name]
             for part, tensors in zip(checkpoint.PARTS, parts, strict=True)
-            for name, tensor in zip(self.names, tensors, strict=True)
+            for name in self.names
+            if name in tensors
         }
 
     def set_updates(self, num: int) -> None:
         """Sets what AdamW corrects its moments by."""
-        for p in self.weights:
+        for p in self.by_adamw.values():
             self.optimizer.state[p]["step"].fill_(num)
 
     def is_finite(self) -> bool:

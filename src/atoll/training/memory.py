@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
+from atoll.training.muon import Muon
 from atoll.training.settings import Settings
 
 CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
@@ -42,7 +43,7 @@ class Memory:
 
     base: int  # interpreter, torch and what is loaded
     frozen: int  # what never learns: text encoder, codec, teacher
-    weights: int  # with their EMA, and AdamW's two moments; float32, also under bf16 autocast
+    weights: int  # with their EMA, and the moments of the optimizer; float32, also under bf16 autocast
     update: int  # gradients, activations, temporaries of the backward pass, a micro-batch
     holes: int  # of the allocator, and buckets of gradients that processes share
     drawing: int  # what a grid of samples takes: sampling and decoding
@@ -82,7 +83,10 @@ def predict(
         network = network_of(config)
         network.gradient_checkpointing = settings.checkpointing
         learned = [p for p in network.parameters() if p.requires_grad]
-        copies = [torch.empty_like(p) for p in learned for _ in ("EMA", "moment", "moment")]
+        copies = [torch.empty_like(p) for p in learned for _ in ("EMA", "moment")]
+        by_muon = Muon(dict(network.named_parameters())).momenta if settings.optimizer == "muon" else {}
+        copies += [torch.empty_like(p) for name, p in network.named_parameters() if name not in by_muon]
+        del by_muon
         weights = watch.peak = watch.now
         for p in learned:
             p.grad = torch.empty_like(p)
