@@ -129,7 +129,8 @@ def task_maker(folder: Path, name: str) -> tuple[Callable[[torch.device], Task],
     data, model = folder / "data", folder / "model"
     kind, _, option = name.partition(" ")
     if kind == "expert":
-        settings: Any = ExpertSettings(**sizes, objective=option, device="cuda:0")
+        changes = {"optimizer": "muon", "model": "32x1:local"} if option == "muon" else {"objective": option}
+        settings: Any = ExpertSettings(**{**sizes, **changes}, device="cuda:0")
         return partial(expert.ExpertTask, Dataset.open(data, 0), settings), settings
     if kind == "router":
         settings = RouterSettings(**sizes, text=option == "with", device="cuda:0")
@@ -163,7 +164,10 @@ def train_on(gpu: Gpu, make: Callable[[torch.device], Task], settings: Settings)
     return found
 
 
-TASKS = ("expert fm", "expert ddpm-min-snr", "router with", "router without", "student label", "student router")
+TASKS = (
+    *("expert fm", "expert ddpm-min-snr", "expert muon"),
+    *("router with", "router without", "student label", "student router"),
+)
 
 
 class TestTraining:

@@ -78,13 +78,17 @@ class TestKilled:
     @pytest.mark.bits
     @pytest.mark.timeout(600)  # seven processes, one after the other: half a minute on an idle machine
     @pytest.mark.parametrize(
-        "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "router"))]
+        "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "muon", "router"))]
     )
     def test_it_ends_as_if_nothing_had_happened(self, data, tmp_path, kind):
         """Killed with -9 at random moments: the same weights, EMA weights and metrics, bit for bit."""
-        verb = ["train-router", data] if kind == "router" else ["train", data, "--cluster", 1, "--objective", kind]
+        verb = ["train", data, "--cluster", 1, "--objective", kind]
+        if kind == "router":
+            verb = ["train-router", data]
+        elif kind == "muon":
+            verb = ["train", data, "--cluster", 1, "--optimizer", "muon"]
         whole, cut = tmp_path / "whole", tmp_path / "cut"
-        changes = {"sample-every": 0} if kind == "router" else {}
+        changes = {"router": {"sample-every": 0}, "muon": {"model": "xs/1:local"}}.get(kind, {})
         subprocess.run(command(*verb, "--out", whole, *flags(**changes)), check=True, capture_output=True)
         rng = random.Random(kind)
         kills = 0
@@ -533,17 +537,19 @@ class TestCommand:
     def test_recipes_that_come_with_atoll(self, tmp_path, monkeypatch, capsys):
         """By name from any folder; a path is a file."""
         monkeypatch.chdir(tmp_path)
-        assert recipe_names() == ["laptop", "paper", "reproduce", "reproduce_paper"]
+        assert recipe_names() == ["laptop", "paper", "photos", "photos-gpu", "reproduce", "reproduce_paper"]
         assert read_recipe("laptop", RouterSettings).model == "64x3"
         for name in recipe_names():
             read_recipe(name, ExpertSettings)
         (tmp_path / "mine.toml").write_text("steps = 7")
         assert read_recipe("mine.toml", ExpertSettings).steps == 7
+        assert read_recipe("photos", PrepareSettings).size == 64
+        assert read_recipe("mine.toml", PrepareSettings) == PrepareSettings()
         with pytest.raises(SystemExit):
             main(["train", "data", "--out", "run", "--recipe", "recipes/laptop.toml"])
         assert (
-            "unknown recipe 'recipes/laptop.toml': accepted are laptop, paper, reproduce, reproduce_paper, the path of "
-            "a TOML file" in capsys.readouterr().err
+            "unknown recipe 'recipes/laptop.toml': accepted are laptop, paper, photos, photos-gpu, reproduce, "
+            "reproduce_paper, the path of a TOML file" in capsys.readouterr().err
         )
 
     @pytest.mark.parametrize(
