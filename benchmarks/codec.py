@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.data.images import Transform
 from atoll.data.prepare import count
 from atoll.data.sources import Source, readers
-from atoll.encoders.codecs import PatchPCA
+from atoll.encoders.pca import PatchPCA
 
 LEVELS = (0.0, 0.25, 0.5)
 
