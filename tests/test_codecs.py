@@ -555,7 +555,7 @@ class TestStored:
         config, weights = folder / "vae" / "config.json", folder / "vae" / "model.safetensors"
         whole, tensors = json.loads(config.read_text()), load_file(weights)
         edit(config, model="DiT")
-        self.refused(folder, "describes a 'DiT', not one of Pixels, PatchPCA: give the right folder")
+        self.refused(folder, "describes a 'DiT', not one of Pixels, PatchPCA, ConvCodec: give the right folder")
         edit(config, **{**whole, "surprise": 1})
         self.refused(folder, "has the unknown key 'surprise'")
         config.write_text(json.dumps({**whole, "architecture": {**whole["architecture"], "whiten": True}}))
@@ -572,7 +572,7 @@ class TestStored:
 class TestSpecs:
     def test_unknown_spec(self):
         for spec in ("pixel", "vae", "vae:", "pixels:3", ""):
-            with pytest.raises(InputError, match=f"unknown codec '{spec}'.*accepted are pca"):
+            with pytest.raises(InputError, match=f"unknown codec '{spec}'.*accepted are conv"):
                 make_codec(spec)
 
 

@@ -8,51 +8,61 @@ import torch
 from torch import Tensor
 
 from atoll.encoders.codec import FOLDER, Codec, check_images
+from atoll.encoders.conv import ConvCodec
 from atoll.encoders.pca import OPTIONS, PatchPCA
 from atoll.encoders.pretrained import load_saved, two_numbers
 from atoll.encoders.vae import VAE
 from atoll.errors import InputError, unknown
 from atoll.networks.stored import Stored
 
+FITTED = ("pca", "conv")  # to images of the data
+SPECS = (
+    "pixels", "pca", "pca:PATCHxNUMBERS[:lapped][:plain]", "conv", "conv:PATCHxCHANNELS", "vae:HUB_ID_OR_FOLDER",
+    "saved:DATA",
+)  # fmt: skip
+
 
 def make_codec(
     spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32, progress: bool = False
 ) -> Codec:
-    """Makes one by its spec: a built-in one, pca fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
+    """Makes one by its spec: pixels, one fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
     kind, _, rest = spec.partition(":")
     if kind == "vae" and rest:
         return VAE.open(rest, dtype)
     if kind == "saved" and rest:
         return load_codec(rest)
-    if kind == "pca":
-        words = spec.split(":")
-        options = [words.pop() for _ in range(2) if words[-1] in OPTIONS]
-        example = "pca:8x40 for 8 x 8 patches as 40 numbers, or pca:8x40:lapped:plain with its options"
-        patch_size, num_components = two_numbers(":".join(words), example) or (None, None)
+    if kind in FITTED:
         if sample is None:
-            raise InputError("the codec pca is fitted to images: give it some, or load a fitted one")
-        lapped, refine = "lapped" in options, "plain" not in options
-        return PatchPCA.fit(sample, patch_size, num_components, lapped=lapped, refine=refine, progress=progress)
+            raise InputError(f"the codec {kind} is fitted to images: give it some, or load a fitted one")
+        return _fit_codec(spec, sample, progress)
     if spec == "pixels":
         return Pixels(PixelsConfig()).eval()
     if spec and Path(spec).exists():
         raise InputError(f"{spec} is a path: write vae:{spec} if it holds a VAE, saved:{spec} if it is a data set")
-    raise unknown(
-        "codec",
-        spec,
-        ("pixels", "pca", "pca:PATCHxNUMBERS[:lapped][:plain]", "vae:HUB_ID_OR_FOLDER", "saved:DATA"),
-    )
+    raise unknown("codec", spec, SPECS)
+
+
+def _fit_codec(spec: str, sample: Tensor, progress: bool) -> Codec:
+    words = spec.split(":")
+    if words[0] == "conv":
+        patch_size, num = two_numbers(spec, "conv:8x24 for 8 x 8 patches as 24 numbers") or (None, None)
+        return ConvCodec.fit(sample, patch_size, num, progress=progress)
+    options = [words.pop() for _ in range(2) if words[-1] in OPTIONS]
+    example = "pca:8x40 for 8 x 8 patches as 40 numbers, or pca:8x40:lapped:plain with its options"
+    patch_size, num = two_numbers(":".join(words), example) or (None, None)
+    lapped, refine = "lapped" in options, "plain" not in options
+    return PatchPCA.fit(sample, patch_size, num, lapped=lapped, refine=refine, progress=progress)
 
 
 def needs_sample(spec: str) -> bool:
     """Returns whether `make_codec` must be given images to fit to."""
-    return spec.partition(":")[0] == "pca"
+    return spec.partition(":")[0] in FITTED
 
 
 def load_codec(folder: str | Path) -> Codec:
     """Returns the codec that `save` wrote to `folder`/vae, or the VAE of a published ensemble."""
     path = Path(folder) / FOLDER
-    codec: Codec = load_saved(path, (Pixels, PatchPCA), lambda dtype: VAE.open(str(path), dtype))
+    codec: Codec = load_saved(path, (Pixels, PatchPCA, ConvCodec), lambda dtype: VAE.open(str(path), dtype))
     return codec
 
 
