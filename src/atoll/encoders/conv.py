@@ -189,7 +189,8 @@ class ConvCodec(Codec, Stored):
             level = NOISE * torch.rand(batch, 1, 1, 1, generator=rng)
             decoded = self._decode(latents + level * torch.randn(latents.shape, generator=rng))
             loss = F.mse_loss(decoded[counted], crops[counted])
-            loss = loss + UNIT_VARIANCE * latents.square().mean().log().square()
+            variance = latents.square().mean().clamp(min=1e-4)  # flat crops may have none
+            loss = loss + UNIT_VARIANCE * variance.log().square()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_([*networks, *linear], MAX_NORM)
@@ -219,9 +220,8 @@ class ConvCodec(Codec, Stored):
 
     def _decode(self, latents: Tensor) -> Tensor:
         patches = self.synthesis(latents.permute(0, 2, 3, 1))  # [B, S/p, S/p, 3pp]
-        images: Tensor = self.refiner(
-            self.context(latents), filter_borders(from_patches(patches, self.factor), self.lap.T)
-        )
+        linear = filter_borders(from_patches(patches, self.factor), self.lap.T)  # [B, 3, S, S]
+        images: Tensor = self.refiner(self.context(latents), linear)
         return images
 
     def settings(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MAX_WIDTH, MAX_BLOCKS = 256, 32
 class Refiner(nn.Module):
     """Residual blocks at half of the resolution, where they see twice as far at a quarter of the cost, then two layers.
 
-    They see the decoded image, and the latents too: these tell where in a patch a pixel is.
+    They see the decoded image, and the latents too, or features of these: they tell where in a patch a pixel is.
     """
 
     def __init__(self, channels: int, patch: int, width: int, num_blocks: int) -> None:
