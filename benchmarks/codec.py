@@ -1,10 +1,12 @@
-"""What the codec `pca` loses of images, with and without a refiner and overlapping patches.
+"""What the codecs `pca`, with and without a refiner and overlapping patches, and `conv` lose of images.
 
     atoll fetch cifar-10 --num 5000 --out images
     python benchmarks/codec.py images/cifar-10.tar --size 32
+    python benchmarks/codec.py photos --size 64 --numbers 24
 
 Fits to four fifths of the images, and measures on the others: PSNR, and the seam ratio, the mean absolute difference of
-pixels across borders of patches over that elsewhere, for latents without noise and with noise of 0.25 and 0.5.
+pixels across borders of patches over that elsewhere, for latents without noise and with noise of 0.25 and 0.5. All have
+the same patches and as many numbers for each.
 """
 
 import argparse
@@ -16,13 +18,16 @@ from torch import Tensor
 from atoll.data.images import Transform
 from atoll.data.prepare import count
 from atoll.data.sources import Source, readers
-from atoll.encoders.codecs import PatchPCA
+from atoll.encoders.codec import Codec
+from atoll.encoders.codecs import make_codec
+from atoll.encoders.pca import PatchPCA
 
 LEVELS = (0.0, 0.25, 0.5)
+OPTIONS = (":plain", "", ":lapped:plain", ":lapped")
 
 
 def load(path: str, size: int, num: int) -> Tensor:
-    _, items = count(Source(path), num, progress=False)
+    _, items = count(Source(path, "{label}"), num, progress=False)  # captions do not matter here
     with readers(0, Transform(size, 1, 4.0), 64) as read:
         pixels = [torch.tensor(image.pixels) for _, image in read(items) if image is not None]
     return torch.stack(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -34,7 +39,7 @@ def seam_ratio(images: Tensor, patch: int) -> float:
     return float(along[at_border].mean() / along[~at_border].mean())
 
 
-def measure(codec: PatchPCA, images: Tensor) -> str:
+def measure(codec: Codec, images: Tensor) -> str:
     latents, results = codec.encode(images), []
     for level in LEVELS:
         noise = level * torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
@@ -49,19 +54,20 @@ def main() -> None:
     parser.add_argument("images", help="a folder or a tar, as for atoll prepare")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--num", type=int, default=2560)
+    parser.add_argument("--numbers", type=int, help="per patch; as many as pca chooses by default")
     args = parser.parse_args()
     torch.set_num_threads(1)
     images = load(args.images, args.size, args.num)
     sample, others = images[: len(images) * 4 // 5], images[len(images) * 4 // 5 :]
-    num = PatchPCA.fit(sample).channels
+    pca = PatchPCA.fit(sample, None, args.numbers)
+    numbers = f"{pca.factor}x{pca.channels}"
     print(f"{'noise':28}" + " | ".join(f"{level:<14}" for level in LEVELS))
-    for lapped in (False, True):
-        for refine in (False, True):
-            start = time.process_time()
-            codec = PatchPCA.fit(sample, None, num, lapped=lapped, refine=refine)
-            seconds = time.process_time() - start
-            print(f"{codec.spec:22}{seconds:4.0f} s {measure(codec, others)}", flush=True)
-    print(f"the images themselves: seam ratio {seam_ratio(others, codec.factor):.3f}")
+    for spec in (*(f"pca:{numbers}{options}" for options in OPTIONS), f"conv:{numbers}"):
+        start = time.process_time()
+        codec = make_codec(spec, sample=sample)
+        seconds = time.process_time() - start
+        print(f"{spec:22}{seconds:4.0f} s {measure(codec, others)}", flush=True)
+    print(f"the images themselves: seam ratio {seam_ratio(others, pca.factor):.3f}")
 
 
 if __name__ == "__main__":

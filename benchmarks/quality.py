@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, decode_rows
 from atoll.diffusion.solvers import EVALUATIONS, SOLVERS, uniform_times
-from atoll.encoders.codecs import load_codec, to_uint8
+from atoll.encoders.codec import to_uint8
+from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import make_features
 from atoll.encoders.text import load_text_encoder
 from atoll.experiments.images import tensor_of

@@ -25,7 +25,7 @@ from torch import Tensor
 from atoll.cli.main import main as atoll
 from atoll.data.builtin.avatars import caption_of, combinations, is_heldout, read_avatars
 from atoll.data.shards import Dataset
-from atoll.encoders.codecs import to_uint8
+from atoll.encoders.codec import to_uint8
 from atoll.encoders.features import make_features
 from atoll.metrics.labels import Reader
 from atoll.sampling.pipeline import AtollPipeline

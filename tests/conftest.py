@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from atoll.encoders import refiner
+from atoll.encoders import conv, refiner
 
 pytest_plugins = ["tiny_models"]
 settings.register_profile("atoll", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("atoll")
 torch.set_num_threads(1)
-refiner.STEPS = 2  # codecs are fitted in no time; those that test a refiner's work ask for more
+refiner.STEPS = conv.STEPS = 2  # codecs are fitted in no time; those that test what they learn ask for more
 
 
 @pytest.fixture

@@ -15,9 +15,11 @@ from sklearn.decomposition import PCA
 from torch import nn
 
 from atoll.cards import CodecCard, require_same
-from atoll.encoders import codecs
-from atoll.encoders.codecs import VAE, PatchPCA, default_patch, load_codec, make_codec, needs_sample
+from atoll.encoders import pca
+from atoll.encoders.codecs import load_codec, make_codec, needs_sample
+from atoll.encoders.pca import PatchPCA, default_patch
 from atoll.encoders.pretrained import fingerprint, locate
+from atoll.encoders.vae import VAE
 from atoll.errors import InputError
 from atoll.networks import stored
 
@@ -59,7 +61,7 @@ class TestPCA:
     def test_explained_variance_is_scikit_learns(self):
         images = pictures(60)
         codec = PatchPCA.fit(images, 8, 20)
-        rows = codecs._patches(images, 8).reshape(-1, 192).double().numpy()
+        rows = pca.to_patches(images, 8).reshape(-1, 192).double().numpy()
         theirs = PCA(20, svd_solver="full").fit(rows)
         assert codec.config.explained_variance == pytest.approx(theirs.explained_variance_ratio_.sum(), abs=1e-6)
         overlap = codec.basis.double().numpy() @ theirs.components_.T
@@ -75,7 +77,7 @@ class TestPCA:
         assert latents.dtype == torch.float32
         assert latents.shape[1:] == codec.latent_shape(32)
         assert latents.var().item() == pytest.approx(1, rel=0.01)
-        patches = codecs._patches(images, 8)
+        patches = pca.to_patches(images, 8)
         lost = (codec.decode(latents) - images).square().mean() / (patches - codec.mean).square().mean()
         assert lost.item() <= 1 - codec.config.explained_variance + 1e-4
 
@@ -141,7 +143,7 @@ class TestPCA:
 
     def test_large_samples_are_thinned(self, monkeypatch):
         images = pictures(100)
-        monkeypatch.setattr(codecs, "MAX_PATCHES", 800)
+        monkeypatch.setattr(pca, "MAX_PATCHES", 800)
         assert PatchPCA.fit(images).fingerprint == PatchPCA.fit(images[::2]).fingerprint
 
     @pytest.mark.parametrize(
@@ -553,7 +555,7 @@ class TestStored:
         config, weights = folder / "vae" / "config.json", folder / "vae" / "model.safetensors"
         whole, tensors = json.loads(config.read_text()), load_file(weights)
         edit(config, model="DiT")
-        self.refused(folder, "describes a 'DiT', not one of Pixels, PatchPCA: give the right folder")
+        self.refused(folder, "describes a 'DiT', not one of Pixels, PatchPCA, ConvCodec: give the right folder")
         edit(config, **{**whole, "surprise": 1})
         self.refused(folder, "has the unknown key 'surprise'")
         config.write_text(json.dumps({**whole, "architecture": {**whole["architecture"], "whiten": True}}))
@@ -570,7 +572,7 @@ class TestStored:
 class TestSpecs:
     def test_unknown_spec(self):
         for spec in ("pixel", "vae", "vae:", "pixels:3", ""):
-            with pytest.raises(InputError, match=f"unknown codec '{spec}'.*accepted are pca"):
+            with pytest.raises(InputError, match=f"unknown codec '{spec}'.*accepted are conv"):
                 make_codec(spec)
 
 

@@ -262,7 +262,7 @@ class TestDisk:
         def train(*_, **__):
             raise AssertionError("a refiner takes half a minute")
 
-        monkeypatch.setattr("atoll.encoders.codecs.fit_refiner", train)
+        monkeypatch.setattr("atoll.encoders.pca.fit_refiner", train)
         assert lines_of(check_disk, Machine(CPU, tmp_path, quick=True))["data"].verdict == "ok"
 
     def test_a_folder_that_may_not_be_written(self, tmp_path, monkeypatch):

@@ -339,10 +339,10 @@ class TestVerbs:
 class TestEncoders:
     """Codecs, text encoders and feature networks: the CPU's results, and no more looks than their safety needs."""
 
-    @pytest.mark.parametrize("name", ["pixels", "pca", "kl", "tiny"])
+    @pytest.mark.parametrize("name", ["pixels", "pca", "conv", "kl", "tiny"])
     def test_codecs(self, request, name):
         images = torch.rand(2, 3, 32, 32) * 2 - 1
-        spec = name if name in ("pixels", "pca") else f"vae:{request.getfixturevalue(name)}"
+        spec = name if name in ("pixels", "pca", "conv") else f"vae:{request.getfixturevalue(name)}"
         codec = make_codec(spec, sample=torch.rand(64, 3, 32, 32) * 2 - 1)
         latents = codec.encode(images)
         expected = codec.decode(latents)

@@ -11,7 +11,8 @@ from scipy.fft import dct
 
 from atoll.cards import CodecCard, DatasetCard, require_same
 from atoll.encoders import refiner
-from atoll.encoders.codecs import PatchPCA, lapping, load_codec, make_codec
+from atoll.encoders.codecs import load_codec, make_codec
+from atoll.encoders.pca import PatchPCA, lapping
 from atoll.errors import InputError
 from test_codecs import pictures
 

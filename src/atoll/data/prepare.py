@@ -35,10 +35,12 @@ from atoll.data.images import CroppedImage, Transform
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, MORE, TRAIN, Shard, write_shard, write_sums
 from atoll.data.sources import DAMAGED, Item, Reader, Samples, Source, batched, readers
-from atoll.encoders.codecs import VAE, Codec, load_codec, make_codec, needs_sample
+from atoll.encoders.codec import Codec
+from atoll.encoders.codecs import load_codec, make_codec, needs_sample
 from atoll.encoders.features import Features, Simple, make_features
 from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
+from atoll.encoders.vae import VAE
 from atoll.errors import InputError, printable, shown
 from atoll.storage import digest_of, read_json, work_folder, write_json, write_lines
 from atoll.tensors import get_device

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atoll.data.shards import HELD_OUT, TRAIN, Column, Dataset
-from atoll.encoders.codecs import Codec, device_of, load_codec, to_uint8
+from atoll.encoders.codec import Codec, device_of, to_uint8
+from atoll.encoders.codecs import load_codec
 from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
 from atoll.storage import resolved

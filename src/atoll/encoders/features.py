@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from atoll.encoders.codecs import check_images
+from atoll.encoders.codec import check_images
 from atoll.encoders.inception import InceptionV3
 from atoll.encoders.pretrained import Foreign, Frozen, fill, load_model, locate, one_by_one, require
 from atoll.errors import InputError, shown, unknown

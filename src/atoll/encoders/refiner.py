@@ -27,7 +27,7 @@ MAX_WIDTH, MAX_BLOCKS = 256, 32
 class Refiner(nn.Module):
     """Residual blocks at half of the resolution, where they see twice as far at a quarter of the cost, then two layers.
 
-    They see the decoded image, and the latents too: these tell where in a patch a pixel is.
+    They see the decoded image, and the latents too, or features of these: they tell where in a patch a pixel is.
     """
 
     def __init__(self, channels: int, patch: int, width: int, num_blocks: int) -> None:
@@ -36,12 +36,7 @@ class Refiner(nn.Module):
         narrow, fine = FINE
         self.of_image = nn.Conv2d(3 * stride**2, width, 3, padding=1)
         self.of_latents = nn.Conv2d(channels, width * (patch // stride) ** 2, 1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.SiLU(), nn.Conv2d(width, width, 3, padding=1), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)
-            )
-            for _ in range(num_blocks)
-        )
+        self.blocks = residual_blocks(width, num_blocks)
         self.up = nn.Conv2d(width, narrow * stride**2, 1)
         self.mix = nn.Conv2d(narrow + 3, fine, 3, padding=1)
         self.out = nn.Conv2d(fine, 3, 3, padding=1)
@@ -55,6 +50,28 @@ class Refiner(nn.Module):
             x = x + block(x)
         fine = F.pixel_shuffle(self.up(F.silu(x)), self.stride)  # [B, 12, S, S]
         return images + self.out(F.silu(self.mix(torch.cat([fine, images], 1))))
+
+
+def residual_blocks(width: int, num: int) -> nn.ModuleList:
+    """Returns blocks whose output is added to their input."""
+    return nn.ModuleList(
+        nn.Sequential(
+            nn.SiLU(), nn.Conv2d(width, width, 3, padding=1), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)
+        )
+        for _ in range(num)
+    )
+
+
+def start_at_zero(layer: nn.Conv2d) -> None:
+    """Makes a network that ends in this layer, and is added to something, change nothing at first."""
+    nn.init.zeros_(layer.weight)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+
+
+def rate_at(step: int, steps: int, rate: float, warm_up: int) -> float:
+    """Returns the learning rate of a step: linear warm-up, cosine decay."""
+    return rate * min(1, (step + 1) / warm_up) * (0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def stride_of(patch: int) -> int:
@@ -73,9 +90,7 @@ def fit_refiner(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Refiner(latents.shape[1], patch, WIDTH, BLOCKS)
-    nn.init.zeros_(network.out.weight)  # at first it changes nothing
-    assert network.out.bias is not None
-    nn.init.zeros_(network.out.bias)
+    start_at_zero(network.out)
     rng = torch.Generator().manual_seed(seed)
     grid = latents.shape[2]
     most = max(2, CELLS * network.stride // patch)  # patches a side of a crop
@@ -83,10 +98,9 @@ def fit_refiner(
     steps = min(STEPS, math.ceil(MAX_VISITS * len(images) * (grid / crop) ** 2 / BATCH))
     optimizer = torch.optim.Adam(network.parameters(), RATE, betas=(0.9, 0.99))
     for step in trange(steps, desc="fit decoder", unit=" steps", disable=not progress, leave=False):
-        warm_up, decay = min(1, (step + 1) / WARM_UP), 0.5 * (1 + math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = RATE * warm_up * decay
+        optimizer.param_groups[0]["lr"] = rate_at(step, steps, RATE, WARM_UP)
         rows = torch.randint(len(images), (BATCH,), generator=rng)
-        (top, above, below), (left, before, after) = (_cut(grid, crop, patch, rng) for _ in range(2))
+        (top, above, below), (left, before, after) = (cut(grid, crop, patch, rng) for _ in range(2))
         some = latents[rows, :, top : top + crop, left : left + crop]
         level = NOISE * torch.rand(BATCH, 1, 1, 1, generator=rng)
         some = some + level * torch.randn(some.shape, generator=rng)
@@ -101,7 +115,7 @@ def fit_refiner(
     return network.eval().requires_grad_(False)
 
 
-def _cut(grid: int, crop: int, patch: int, rng: torch.Generator) -> tuple[int, int, int]:
+def cut(grid: int, crop: int, patch: int, rng: torch.Generator) -> tuple[int, int, int]:
     """Returns the first patch of a random crop, and its first and last pixel that count."""
     first = int(torch.randint(grid - crop + 1, (), generator=rng))
     margin = patch // 2

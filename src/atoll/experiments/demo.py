@@ -38,7 +38,8 @@ from atoll.data.shards import TRAIN, Dataset
 from atoll.data.sources import Source
 from atoll.data.view import decode_rows
 from atoll.diffusion.solvers import uniform_times
-from atoll.encoders.codecs import load_codec, to_uint8
+from atoll.encoders.codec import to_uint8
+from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import make_features
 from atoll.engines.train_all import Part
 from atoll.experiments.cache import Snapshot

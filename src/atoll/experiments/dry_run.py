@@ -20,7 +20,7 @@ from atoll.training.memory import in_words, inputs_of, micro_batch_of, network_o
 from atoll.training.settings import RouterSettings, Settings
 
 # Of each kind of codec and text encoder: channels and pixels per latent; dimensions and tokens.
-LATENTS = {"pca": (48, 8), "vae": (4, 8)}
+LATENTS = {"pca": (48, 8), "conv": (48, 8), "vae": (4, 8)}
 TEXTS = {"words": (64, 32), "wordllama": (256, 48), "clip": (768, 77)}
 A100_DAY = 312e12 * 0.4 * 86_400  # FLOPs: dense bf16, of which training gets 40%
 

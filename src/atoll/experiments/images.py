@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from atoll.data.view import DatasetView, decode_rows
 from atoll.diffusion.solvers import uniform_times
-from atoll.encoders.codecs import Codec, to_uint8
+from atoll.encoders.codec import Codec, to_uint8
 from atoll.errors import InputError
 from atoll.experiments.cache import cached
 from atoll.experiments.flops import counting

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.encoders.codecs import check_images
+from atoll.encoders.codec import check_images
 from atoll.encoders.features import resize
 from atoll.encoders.pretrained import Frozen, installed_files
 from atoll.networks.published import read_weights

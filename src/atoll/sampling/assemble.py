@@ -37,7 +37,7 @@ from atoll.cards import (
 from atoll.convert import convert, save
 from atoll.convert.ledger import Options
 from atoll.diffusion.objective import OBJECTIVES
-from atoll.encoders.codecs import FOLDER as CODEC
+from atoll.encoders.codec import FOLDER as CODEC
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.pretrained import named
 from atoll.encoders.text import FOLDER as TEXT

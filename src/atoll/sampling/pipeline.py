@@ -22,8 +22,9 @@ from tqdm import tqdm
 from atoll.cards import INDEX, ModelIndex, RouterCard, require_fit, require_same
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
-from atoll.encoders.codecs import FOLDER as CODEC
-from atoll.encoders.codecs import load_codec, to_uint8
+from atoll.encoders.codec import FOLDER as CODEC
+from atoll.encoders.codec import to_uint8
+from atoll.encoders.codecs import load_codec
 from atoll.encoders.pretrained import dtype_name
 from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TextEncoder, load_text_encoder

@@ -14,7 +14,8 @@ from atoll.cards import LatentSpace, TextEncoderCard, require_same
 from atoll.data.shards import Dataset
 from atoll.data.view import AT_A_TIME, decode_rows, refuse_inside
 from atoll.diffusion.solvers import uniform_times
-from atoll.encoders.codecs import Codec, is_quick, load_codec, to_uint8
+from atoll.encoders.codec import Codec, to_uint8
+from atoll.encoders.codecs import is_quick, load_codec
 from atoll.encoders.pretrained import fingerprint
 from atoll.errors import InputError
 from atoll.networks.centroid_router import mean_token
