@@ -1,4 +1,4 @@
-"""`atoll doctor`: what works is told, what is broken is one line, and the other checks go on."""
+"""`atoll doctor`: what works is told, what is broken is one line, and the other checks still run."""
 
 import errno
 import getpass

@@ -1,4 +1,4 @@
-"""The codec `conv`: lapped patch PCA, from which encoder and decoder go on to learn together."""
+"""The codec `conv`: a lapped patch PCA, from which encoder and decoder learn together."""
 
 import math
 from dataclasses import asdict, dataclass
