@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
-from atoll.training.muon import Muon
+from atoll.training.muon import IN_BLOCKS
 from atoll.training.settings import Settings
 
 CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
@@ -84,9 +84,11 @@ def predict(
         network.gradient_checkpointing = settings.checkpointing
         learned = [p for p in network.parameters() if p.requires_grad]
         copies = [torch.empty_like(p) for p in learned for _ in ("EMA", "moment")]
-        by_muon = Muon(dict(network.named_parameters())).momenta if settings.optimizer == "muon" else {}
-        copies += [torch.empty_like(p) for name, p in network.named_parameters() if name not in by_muon]
-        del by_muon
+        copies += [  # the second moment, which Muon does not have
+            torch.empty_like(p)
+            for name, p in network.named_parameters()
+            if p.requires_grad and not (settings.optimizer == "muon" and IN_BLOCKS.fullmatch(name))
+        ]
         weights = watch.peak = watch.now
         for p in learned:
             p.grad = torch.empty_like(p)
