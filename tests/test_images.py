@@ -127,3 +127,22 @@ def test_formats_that_start_programs_are_not_read(monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("a program was started"))
     with pytest.raises(Rejected, match="broken image"):
         read_image(content, TRANSFORM)
+
+
+@pytest.mark.parametrize("upright", [False, True])
+@pytest.mark.parametrize("place", [0, 20, 70, 140])
+def test_a_smart_crop_has_the_detail_in_it(upright, place):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(100, 140, (60, 200, 3)).astype(np.uint8)
+    pixels[:, place : place + 60] = rng.integers(0, 256, (60, 60, 3))
+    image = Image.fromarray(pixels.transpose(1, 0, 2) if upright else pixels)
+    smart, centre = (read_image(image, Transform(32, 16, smart_crop=smart)).pixels.std() for smart in (True, False))
+    whole = read_image(Image.fromarray(pixels[:, place : place + 60]), TRANSFORM).pixels.std()
+    assert smart > 0.9 * whole
+    assert smart > 1.2 * centre or place == 70
+
+
+def test_a_smart_crop_of_little_detail_is_the_centre():
+    flat = Image.fromarray(np.full((40, 120, 3), 100, np.uint8))
+    assert images.detailed_part(flat) == (0.5, 0.5) == images.detailed_part(scene(40, 40))
+    assert images.detailed_part(scene(40, 41))[0] == 0.5

@@ -168,6 +168,7 @@ class PrepareCard(Card):
     max_aspect: Number
     license: str
     flip: bool = False
+    crop: str = "centre"
 
 
 class Counts(Card):

@@ -16,12 +16,14 @@ from PIL import Image, ImageOps
 
 from atoll.errors import printable
 
+DETAIL = 32  # pixels of the shorter side, at which detail is looked for
 MAX_PIXELS = 250_000_000  # an image of more is refused unread: it would take a gigabyte to look at
 Image.MAX_IMAGE_PIXELS = None  # ours is checked first, from the header
 # What a file is, is read from its bytes, whatever its name says: not all of the 40 formats that PIL can read, some of
 # which start other programs (EPS: Ghostscript). AVIF is not in every build of PIL.
 Image.init()
 _USUAL = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA", "QOI")
+LANCZOS = Image.Resampling.LANCZOS
 FORMATS: list[str] = [name for name in _USUAL if name in Image.OPEN]
 
 
@@ -34,6 +36,7 @@ class Transform:
     max_aspect: float = 4.0  # longer side / shorter side: a centre crop of a banner shows little of it
     min_contrast: float = 2.0  # standard deviation of the pixels of a channel, of 255: less is a blank page
     feature_size: int = 0  # features are taken from the image at this size, if that is larger
+    smart_crop: bool = False  # the part with most detail, not the centre
 
 
 class CroppedImage(NamedTuple):
@@ -63,7 +66,8 @@ def read_image(source: bytes | Image.Image, transform: Transform) -> CroppedImag
             image.draft("RGB", (2 * side, 2 * side))  # a JPEG is decoded no larger than needed
             whole = upright(image)
             sides = dict.fromkeys((transform.size, side))  # one or two
-            pixels, *large = (np.asarray(ImageOps.fit(whole, (n, n), Image.Resampling.LANCZOS)) for n in sides)
+            centre = detailed_part(whole) if transform.smart_crop else (0.5, 0.5)
+            pixels, *large = (np.asarray(ImageOps.fit(whole, (n, n), LANCZOS, centering=centre)) for n in sides)
             origin = _name(lossy or whole.tobytes())  # copies without loss have one name
     except Rejected:
         raise
@@ -103,6 +107,25 @@ def upright(image: Image.Image) -> Image.Image:
         paper = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(paper, image)
     return image.convert("RGB")
+
+
+def detailed_part(image: Image.Image) -> tuple[float, float]:
+    """Returns where along each side the largest square lies that has most detail, from 0 to 1, as PIL has it.
+
+    Detail is the difference between neighbouring pixels of a small copy. A square away from the centre must have more,
+    up to a third at the very end: what people photograph is near the middle.
+    """
+    width, height = image.size
+    short = min(width, height)
+    small = image.convert("L").resize([max(DETAIL, round(side * DETAIL / short)) for side in (width, height)], LANCZOS)
+    grey = np.asarray(small, dtype=np.float64)
+    detail = np.hypot(np.diff(grey, axis=0, append=grey[-1:]), np.diff(grey, axis=1, append=grey[:, -1:]))
+    along = int(height > width)  # 0: the square moves along the width
+    sums = np.concatenate([[0], np.cumsum(detail.sum(along))])
+    squares = sums[DETAIL:] - sums[:-DETAIL]
+    places = np.linspace(0, 1, len(squares)) if len(squares) > 1 else np.array([0.5])
+    best = float(places[np.argmax((squares + 1e-9) * (1 - abs(places - 0.5) / 2))])
+    return (0.5, best) if along else (best, 0.5)
 
 
 def likeness_of(pixels: NDArray[np.uint8]) -> int:

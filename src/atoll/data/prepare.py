@@ -234,7 +234,7 @@ def prepare(
 
 def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
     min_side = settings.size // 2 if settings.min_side is None else settings.min_side
-    return Transform(settings.size, min_side, settings.max_aspect, feature_size=feature_size)
+    return Transform(settings.size, min_side, settings.max_aspect, feature_size=feature_size, smart_crop=settings.crop == "smart")
 
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> tuple[SourceCard, list[Item]]:
@@ -257,13 +257,16 @@ def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> t
     return card, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])]
 
 
+LATER = {"flip": False, "crop": "centre"}  # settings that cards of earlier versions do not have
+
+
 def _begin(
     out: Path, source: SourceCard, settings: PrepareSettings, text: TextEncoder, features: Features
 ) -> BegunDatasetCard:
     """Returns the card of this run as far as it is known; one that is in the folder must be of this very run."""
     path = out / DATASET
-    # Where nothing is mirrored, the card says what it said before there was a choice.
-    told = {name: value for name, value in asdict(settings).items() if name != "flip" or value}
+    # Where nothing is mirrored and the centre is taken, the card says what it said before there was a choice.
+    told = {name: value for name, value in asdict(settings).items() if name not in LATER or value != LATER[name]}
     specs = {part: public_spec(getattr(settings, part)) for part in ("codec", "text", "features")}
     current = BegunDatasetCard(
         format=FORMAT,

@@ -13,6 +13,8 @@ class PrepareSettings:
 
     size: int = 32
     """Images are scaled and cropped to SIZE x SIZE pixels."""
+    crop: str = "centre"
+    """Which part of an image that is not square: its centre, or smart, where there is most detail."""
     codec: str = "pca"
     """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), pca:lapped (patches overlap: for photographs),
     pca:plain (decoded without a network against grain and seams), conv or conv:8x24 (8x8 patches as 24 numbers, learned
@@ -42,5 +44,7 @@ class PrepareSettings:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise InputError(f"{name.replace('_', '-')} must be from {low:g} to {high:g}, but is {value}")
+        if self.crop not in ("centre", "smart"):
+            raise InputError(f"crop must be centre or smart, but is {self.crop!r}")
         if self.near_duplicates not in ("auto", "drop", "keep"):
             raise InputError(f"near-duplicates must be auto, drop or keep, but is {self.near_duplicates!r}")
