@@ -234,7 +234,9 @@ def prepare(
 
 def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
     min_side = settings.size // 2 if settings.min_side is None else settings.min_side
-    return Transform(settings.size, min_side, settings.max_aspect, feature_size=feature_size, smart_crop=settings.crop == "smart")
+    return Transform(
+        settings.size, min_side, settings.max_aspect, feature_size=feature_size, smart_crop=settings.crop == "smart"
+    )
 
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> tuple[SourceCard, list[Item]]:
