@@ -1,6 +1,7 @@
 """S3 servers for tests: moto's in this process, SeaweedFS as a process of its own, and servers that do wrong."""
 
 import http.server
+import logging
 import os
 import shutil
 import signal
@@ -40,6 +41,7 @@ def make_bucket(endpoint):
 def moto_server():
     """Yields the URL of an empty bucket; the environment says where it is."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
     host, port = server.get_host_and_port()
     endpoint = f"http://{host}:{port}"

@@ -392,12 +392,31 @@ def _bucket(url: str) -> Store:
 
 def place_of(place: str | Path) -> Path:
     """Returns the path of a folder or file, local (also by file://) or in an object store, as a user names it."""
-    if isinstance(place, Path) or not is_url(place):
+    if isinstance(place, StorePath):
+        return place
+    place = re.sub(rf"^({'|'.join(SCHEMES)}):/(?=[^/])", r"\1://", str(place))  # what pathlib makes of a URL
+    if not is_url(place):
         return Path(place)
     if place.startswith("file://"):
         return Path(place.removeprefix("file://"))
     open_store(place)  # says what is wrong with it
     return StorePath(place)
+
+
+def upload(folder: Path, place: Path, last: str = "") -> None:
+    """Copies the files of a folder into one of a store; the one named `last` says that all of them are there."""
+    assert isinstance(place, StorePath)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == last):
+        target = place.joinpath(*path.relative_to(folder).parts)
+        target.put_file(path)
+
+
+def download(place: Path, folder: Path) -> None:
+    """Copies all objects below a folder of a store into a local one."""
+    assert isinstance(place, StorePath)
+    for path in place.rglob("*"):
+        path.download(folder.joinpath(*path.relative_to(place).parts))
 
 
 class _Reader(io.RawIOBase):

@@ -1,6 +1,5 @@
 """`atoll prepare`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -10,7 +9,7 @@ from atoll.data.settings import PrepareSettings
 
 def prepare(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
-    out: Path,
+    out: str,
     settings: Annotated[PrepareSettings, tyro.conf.arg(name="")],
     num: int | None = None,
     template: str | None = None,
@@ -28,13 +27,14 @@ def prepare(
       atoll prepare tars/ --size 256 --codec vae:stabilityai/sd-vae-ft-mse \\
         --text clip:openai/clip-vit-large-patch14 --features dino:facebook/dinov2-large --out data
       atoll prepare flowers/ --template "a photo of a {label}" --out data
+      atoll prepare s3://bucket/photos --out s3://bucket/data
 
     Args:
         source: A folder of images (NAME.txt or NAME.json beside NAME.jpg; metadata.jsonl, .csv or .parquet with
             file_name and caption; captions.txt or results.csv as of Flickr; captions_*.json of COCO; class folders with
             --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the built-in avatars,
-            shapes, digits.
-        out: The folder to make.
+            shapes, digits. Folders and files may also be in an object store: s3://, gs:// or az://.
+        out: The folder to make, or the URL of one in an object store.
         settings: How images are prepared.
         num: How many images: the first of a built-in data set; of any other source a random choice, by SEED and
             their names, whatever their order. Some of these may still be left out, as any others.
@@ -56,5 +56,5 @@ def prepare(
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))
     print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")
     if counts.rejected:
-        print(f"why: {out / 'rejected.jsonl'}")
+        print(f"why: {out.rstrip('/')}/rejected.jsonl")
     print(f"next: atoll partition {out} --experts 4")

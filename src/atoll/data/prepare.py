@@ -18,9 +18,11 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +44,8 @@ from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.encoders.vae import VAE
 from atoll.errors import InputError, printable, shown
-from atoll.storage import digest_of, read_json, work_folder, write_json, write_lines
+from atoll.object_store import StorePath, download, place_of, upload
+from atoll.storage import digest_of, read_json, remove_tree, work_folder, write_json, write_lines
 from atoll.tensors import get_device
 
 Row = tuple[Item, CroppedImage]
@@ -100,17 +103,21 @@ class Encoders(NamedTuple):
 class ShardWriter:
     """The shards of a data set in the making: those that are there already, and what is added to them."""
 
-    def __init__(self, folder: Path, encoders: Encoders, drop_near: bool, holdout: float) -> None:
+    def __init__(
+        self, folder: Path, encoders: Encoders, drop_near: bool, holdout: float, progress: bool = True
+    ) -> None:
         self.folder, self.encoders, self.holdout = folder, encoders, holdout
         self.duplicates = Duplicates(drop_near)
         self.batch, self.max_items = (1, SLOW_CHUNK) if encoders.slow else (BATCH, CHUNK)
         self.sums: dict[str, str] = {}  # the SHA-256 of each shard
         self.counts = Counter[str]()
-        while (path := self._next_path()).exists():
-            shard = Shard(path)
-            for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
-                self.duplicates.add(digest.tobytes(), int(likeness), thumb)
-            self._note(shard, digest_of(path))
+        with tqdm(desc="resume", unit=" shards", disable=not progress, leave=False, delay=1) as bar:
+            while (path := self._next_path()).exists():
+                shard = Shard(path)
+                for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
+                    self.duplicates.add(digest.tobytes(), int(likeness), thumb)
+                self._note(shard, digest_of(path))
+                bar.update()
 
     @property
     def num_items(self) -> int:
@@ -186,8 +193,8 @@ def prepare(
     """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features."""
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
-    place, out = get_device(device), Path(out)
-    with work_folder(out):
+    place, out = get_device(device), place_of(out)
+    with work_folder(out), _codec_folder(out) as local:
         text, features = make_text_encoder(settings.text), make_features(settings.features).to(place)
         listed, sample = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
         begun = _begin(out, listed, settings, text, features)
@@ -197,16 +204,18 @@ def prepare(
             num_workers = 0 if listed.items < CHUNK else os.cpu_count() or 1
         chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
         with readers(num_workers, transform_of(settings, features.size), chunk) as read:
-            if not (out / "vae").exists():
+            if not (local / "vae").exists():
                 images = _read_sample(source, sample, read, progress) if needs_sample(settings.codec) else None
                 codec = make_codec(settings.codec, sample=images, progress=progress)
                 codec.latent_shape(settings.size)
                 write_json(out / DATASET, begun.values())
-                _save_whole(out, codec)
-            codec = load_codec(out).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
+                _save_whole(local, codec)
+                if local != out:
+                    upload(local / "vae", out / "vae", last="config.json")
+            codec = load_codec(local).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
             drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
             encoders = Encoders(codec, text, features, place, listed.captions, settings.flip)
-            writer = ShardWriter(out / "shards", encoders, drop_near, settings.holdout)
+            writer = ShardWriter(out / "shards", encoders, drop_near, settings.holdout, progress)
             with tqdm(total=listed.items, initial=writer.num_items, desc="prepare", unit=" images", smoothing=0.1,
                       disable=not progress) as bar:  # fmt: skip
                 samples = read(islice(source.items(), writer.num_items, None))
@@ -215,13 +224,16 @@ def prepare(
         if not writer.counts["rows"]:
             faults = Counter(json.loads(line)["reason"] for line in writer.rejected())
             for folder in ("vae", "shards"):  # so that the cause can be fixed, and the same command run again
-                shutil.rmtree(out / folder)
+                remove_tree(out / folder)
             (out / DATASET).unlink()
             raise _nothing_left(source, faults)
         for entry in (json.loads(line) for line in writer.rejected() if DAMAGED in line):
             warnings.warn(f"{entry['key']}: {entry['reason']}", stacklevel=2)
         write_lines(out / "rejected.jsonl", writer.rejected())
-        _save_whole(out, text)
+        _save_whole(local, text)
+        for part in local.iterdir() if local != out else ():
+            if part.name != "vae":
+                upload(part, out / part.name)
         write_sums(out / "shards", writer.sums)
         codec_card, shape = codec.describe(), list(codec.latent_shape(settings.size))
         if isinstance(codec, VAE):  # by the name it was asked for, not by that of its copy in the data set
@@ -330,6 +342,18 @@ def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
         f"none of the {faults.total()} images tried of {source.place} can be used, mostly: {printable(fault, 200)}; "
         + (captions if fault == "no caption" else "fix them")
     )
+
+
+@contextmanager
+def _codec_folder(out: Path) -> Iterator[Path]:
+    """Yields the local folder that the codec is in: `out`, or a copy for the time of a run that writes to a store."""
+    if not isinstance(out, StorePath):
+        yield out
+        return
+    with TemporaryDirectory(prefix="atoll-") as folder:
+        if (out / "vae" / "config.json").exists():  # the last of its files
+            download(out / "vae", Path(folder) / "vae")
+        yield Path(folder)
 
 
 def _save_whole(out: Path, part: Codec | TextEncoder) -> None:
