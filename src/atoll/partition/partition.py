@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import trange
 
 from atoll.cards import PartitionCard, require_same
-from atoll.data.shards import Dataset, open_to_regroup, regroup
+from atoll.data.shards import Column, Dataset, Shard, open_to_regroup, regroup, write_shard
 from atoll.data.view import decode_rows
 from atoll.encoders.codecs import is_quick, load_codec
 from atoll.encoders.text import GOLDEN, split_mix
@@ -130,21 +130,19 @@ def by_label(labels: Sequence[str], k: int, cap: float | None = None) -> Tensor:
 
 
 @contextmanager
-def local_features(data: Dataset, progress: bool = True) -> Iterator[FeatureRows]:
-    """Yields the features of a data set; those of an object store as a temporary file, since k-means reads them often.
-
-    They are a few kilobytes per image, read a chunk at a time, never held in memory.
-    """
+def local_features(data: Dataset, progress: bool = True) -> Iterator[Column]:
+    """Yields the features of a data set; those of an object store from temporary shards, since they are read often."""
     column = data.column("features")
-    if not isinstance(data.folder, StorePath) or not len(column):
+    if not isinstance(data.folder, StorePath):
         yield column
         return
-    with TemporaryFile(prefix="atoll-") as file:
+    with TemporaryDirectory(prefix="atoll-") as folder:
+        shards = []
         for start in trange(0, len(column), CHUNK, desc="read features", disable=not progress, leave=False):
-            file.write(np.ascontiguousarray(column[start : start + CHUNK]).tobytes())
-        file.flush()
-        dtype, shape = data.shards[0].kind("features")
-        yield np.memmap(file, dtype, "r", shape=(len(column), *shape))
+            features, path = column[start : start + CHUNK], Path(folder) / f"{start}.safetensors"
+            write_shard(path, {"row": np.arange(start, start + len(features)), "features": features}, {})
+            shards.append(Shard(path))
+        yield Dataset(Path(folder), data.card, shards).column("features")
 
 
 def _write(
