@@ -1,0 +1,68 @@
+"""Images that are read and encoded by other processes: the bytes of the data set stay the same."""
+
+import io
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from object_stores import moto_server, seaweedfs
+from PIL import Image
+from test_store_data import assert_same_files, make_folder, sent
+
+import atoll.data.prepare as module
+from atoll.data.prepare import prepare
+from atoll.data.settings import PrepareSettings
+from atoll.data.shards import Dataset
+from atoll.data.sources import Source
+from atoll.errors import InputError
+
+SETTINGS = PrepareSettings(size=16, codec="pca:plain", holdout=0.1, flip=True)
+
+
+def by_value(function, values):
+    """Calls a function that was sent here, on values that were, as another machine would."""
+    sent_here = pickle.dumps(function)
+    for value in values:
+        yield pickle.loads(pickle.dumps(pickle.loads(sent_here)(pickle.loads(pickle.dumps(value)))))
+
+
+@pytest.mark.parametrize("source", ["folder", "shapes"])
+def test_the_bytes_are_the_same(source, tmp_path, monkeypatch):
+    """With duplicates, faults and several captions, in several shards."""
+    monkeypatch.setattr(module, "CHUNK", 64)
+    if source == "folder":
+        make_folder(tmp_path / "photos")
+        for i in range(80):
+            pixels = np.random.default_rng(i // 2).integers(0, 255, (4, 4, 3)).astype(np.uint8)  # every other a copy
+            file = io.BytesIO()
+            Image.fromarray(pixels).resize((20, 20)).save(file, "PNG")
+            (tmp_path / "photos" / "cats" / f"more{i}.png").write_bytes(file.getvalue())
+            (tmp_path / "photos" / "cats" / f"more{i}.txt").write_text(f"one of {i // 2}")
+    place = Source(str(tmp_path / "photos") if source == "folder" else source, num=None if source == "folder" else 200)
+    card = prepare(place, tmp_path / "here", SETTINGS, 0, progress=False)
+    assert card.counts.rejected > 40 or source == "shapes"
+    assert prepare(place, tmp_path / "there", SETTINGS, 0, progress=False, run_elsewhere=by_value) == card
+    assert_same_files(tmp_path / "here", tmp_path / "there")
+    assert len(list((tmp_path / "here" / "shards").iterdir())) > 2
+
+
+def test_a_worker_that_does_not_see_the_images(tmp_path):
+    make_folder(tmp_path / "photos")
+
+    def gone(function, values):
+        values = list(values)
+        (tmp_path / "photos").rename(tmp_path / "moved")
+        yield from map(function, values)
+
+    with pytest.raises(
+        InputError, match="a worker of the cluster does not see .*photos: put the images into an object"
+    ):
+        prepare(Source(str(tmp_path / "photos")), tmp_path / "data", SETTINGS, 0, progress=False, run_elsewhere=gone)
