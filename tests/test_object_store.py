@@ -6,10 +6,10 @@ import pickle
 import threading
 
 import pytest
-from object_stores import SECRET, WrongServer, moto_server, use_server
 
 from atoll.errors import InputError
 from atoll.object_store import PART, is_url, open_store
+from object_stores import SECRET, WrongServer, moto_server, use_server
 
 obstore = pytest.importorskip("obstore")
 

@@ -1,28 +1,18 @@
 """Images that are read and encoded by other processes: the bytes of the data set stay the same."""
 
 import io
-import os
 import pickle
-import random
-import signal
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
-from object_stores import moto_server, seaweedfs
 from PIL import Image
-from test_store_data import assert_same_files, make_folder, sent
 
 import atoll.data.prepare as module
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
-from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.errors import InputError
+from test_store_data import assert_same_files, make_folder
 
 SETTINGS = PrepareSettings(size=16, codec="pca:plain", holdout=0.1, flip=True)
 

@@ -2,24 +2,29 @@
 
 import io
 import json
+import shutil
 import tarfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from object_stores import SECRET, WrongServer, moto_server, use_server
 from PIL import Image
 
 from atoll.cards import DATASET
 from atoll.cli.main import main
 from atoll.data.images import Transform
+from atoll.data.local_copy import local_copy
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source, read_items
+from atoll.encoders.codecs import load_codec
+from atoll.encoders.text import load_text_encoder
 from atoll.errors import InputError, StoreError
-from atoll.object_store import StorePath, open_store, place_of, upload
+from atoll.object_store import Store, StorePath, open_store, place_of, upload
 from atoll.partition.partition import assign_to, partition
+from object_stores import SECRET, WrongServer, moto_server, use_server
 
 pytest.importorskip("obstore")
 SETTINGS = PrepareSettings(size=16, codec="pca:plain", holdout=0.1)
@@ -96,11 +101,11 @@ def assert_same_files(one, other, but=()) -> None:
     assert [name for name in mine if name not in but and mine[name] != theirs[name]] == []
 
 
-@pytest.mark.parametrize("make", [make_folder, lambda p: make_tar(p / "a.tar"), lambda p: make_table(p / "x" / "a.parquet")],
-                         ids=["folder", "tar", "table"])  # fmt: skip
-def test_a_source_is_the_same(bucket, tmp_path, request, make):
-    make(tmp_path / "images")
-    url = sent(tmp_path / "images", f"{bucket}/{request.node.callspec.id}/images")
+@pytest.mark.parametrize("kind", ["folder", "tar", "table"])
+def test_a_source_is_the_same(bucket, tmp_path, kind):
+    make, name = {"folder": (make_folder, ""), "tar": (make_tar, "a.tar"), "table": (make_table, "x/a.parquet")}[kind]
+    make(tmp_path / "images" / name)
+    url = sent(tmp_path / "images", f"{bucket}/{kind}/images")
     here, there = Source(str(tmp_path / "images"), size=16), Source(url, size=16)
     assert here.kind == there.kind
     mine, theirs = list(here.items()), list(there.items())
@@ -180,30 +185,45 @@ def test_a_run_that_was_cut_short_is_resumed(bucket, tmp_path, monkeypatch):
         prepare(Source("shapes", num=301, size=16), out, SETTINGS, 0, progress=False)
 
 
-@pytest.mark.parametrize("step", range(12))
-def test_a_partition_that_was_cut_short(bucket, tmp_path, monkeypatch, step):
-    """At each request that changes something, the data is whole, or the next partition makes it so."""
-    home = tmp_path / "data"
-    prepare(Source("shapes", num=40, size=16), home, SETTINGS, 0, progress=False)
-    url = f"{bucket}/cut/{step}"
-    upload(home, StorePath(url))
-    partition(home, 2, method="random", progress=False)
-    from atoll.object_store import Store
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    home = tmp_path_factory.mktemp("shapes")
+    prepare(Source("shapes", num=40, size=16), home / "data", SETTINGS, 0, progress=False)
+    shutil.copytree(home / "data", home / "partitioned")
+    partition(home / "partitioned", 2, method="random", progress=False)
+    return home
 
+
+@contextmanager
+def failing(methods, after, error):
+    """Lets so many calls of some of a store's methods through, and no more."""
     count = [0]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        for name in ("put_file", "copy", "delete"):
 
-            def failing(self, *args, method=getattr(Store, name)):
-                count[0] += 1
-                if count[0] > 2 * step:
-                    raise KeyboardInterrupt
-                return method(self, *args)
+    def wrapped(name):
+        method = getattr(Store, name)
 
-            patch.setattr(Store, name, failing)
+        def call(self, *args):
+            count[0] += 1
+            if count[0] > after:
+                raise error
+            return method(self, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in methods:
+            patch.setattr(Store, name, wrapped(name))
+        yield
+
+
+@pytest.mark.parametrize("num", [3, 8, 12, 18])
+def test_a_partition_that_was_cut_short(bucket, shapes, num):
+    """After so many requests that change something: the next makes it whole, from the staged clusters or anew."""
+    url = sent(shapes / "data", f"{bucket}/cut/{num}")
+    with failing(("put_file", "copy", "delete"), num, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         partition(url, 2, method="random", progress=False)
     partition(url, 2, method="random", progress=False)
-    assert_same_files(home, url)
+    assert_same_files(shapes / "partitioned", url)
 
 
 def test_hostile_objects(bucket, tmp_path):
@@ -235,25 +255,57 @@ def test_a_server_that_fails_leaves_no_image_out(bucket, tmp_path, monkeypatch):
     make_folder(tmp_path / "photos")
     make_tar(tmp_path / "tars" / "a.tar")
     make_table(tmp_path / "tables" / "a.parquet")
-    from atoll.object_store import Store
-
-    get_range, read = Store.get_range, Store.read
     for name in ("photos", "tars", "tables"):
         url = sent(tmp_path / name, f"{bucket}/failing/{name}")
-        for fails_at in (1, 2, 4):
-            count = [0]
+        for after in (0, 1, 3):
+            source = Source(url, size=16)
+            with (
+                failing(("get_range", "read"), after, StoreError("the server is gone")),
+                pytest.raises(StoreError, match="the server is gone"),
+            ):
+                read_items(source.items(), TRANSFORM)
 
-            def failing(self, *args, method):
-                count[0] += 1
-                if count[0] >= fails_at:
-                    raise StoreError("the server is gone")
-                return method(self, *args)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(Store, "get_range", lambda self, *args: failing(self, *args, method=get_range))
-                patch.setattr(Store, "read", lambda self, *args: failing(self, *args, method=read))
-                with pytest.raises(StoreError, match="the server is gone"):
-                    read_items(Source(url, size=16).items(), TRANSFORM)
+def test_a_local_copy_has_what_is_asked_for(bucket, shapes, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = sent(shapes / "partitioned", f"{bucket}/copy/data")
+    assert local_copy(shapes / "data") == shapes / "data", "a folder is itself"
+    folder = local_copy(url, 1, progress=False)
+    assert len(Dataset.open(folder, 1)) == 20
+    assert not (folder / "clusters" / "00").exists()
+    load_codec(folder), load_text_encoder(folder)
+    with failing(("get_to_file",), 0, AssertionError("nothing is to be copied again")):
+        assert local_copy(url, 1, progress=False) == folder
+    assert local_copy(f"{url}/", progress=False) == folder
+    view, expected = Dataset.open(folder), Dataset.open(shapes / "partitioned")
+    assert np.array_equal(view.column("latents")[:], expected.column("latents")[:])
+
+    shard = folder / "clusters" / "01" / "00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")  # what is damaged here is copied again
+    local_copy(url, 1, progress=False)
+    assert shard.read_bytes() == (shapes / "partitioned" / "clusters" / "01" / "00000.safetensors").read_bytes()
+
+    with failing(("head", "read", "list_folder"), 0, StoreError("the server is gone")):
+        with pytest.warns(UserWarning, match="the server is gone; the copy in .* is used as it is"):
+            assert local_copy(url, 1, progress=False) == folder
+        with pytest.raises(StoreError, match="the server is gone"):
+            local_copy(f"{bucket}/copy/other", progress=False)
+
+    partition(url, 4, method="random", progress=False)  # the data changes
+    assert len(Dataset.open(local_copy(url, progress=False))) == 40
+    assert sorted(path.name for path in (folder / "clusters").iterdir() if path.is_dir()) == ["00", "01", "02", "03"]
+    store = open_store(url)
+    whole = store.get("clusters/02/00000.safetensors")
+    store.put("clusters/02/00000.safetensors", whole[:-1] + b"x")
+    shutil.rmtree(folder)
+    local_copy(url, 0, progress=False)
+    with pytest.raises(InputError, match="02/00000.safetensors is damaged, since its SHA-256"):
+        local_copy(url, progress=False)
+    store.delete("clusters/02/00000.safetensors")
+    with pytest.raises(InputError, match="02/00000.safetensors is missing"):
+        local_copy(url, progress=False)
+    with pytest.raises(InputError, match="has no cluster 7: there are 00, 01, 02, 03"):
+        local_copy(url, 7, progress=False)
 
 
 def test_the_command_says_no_secret(bucket, tmp_path, capsys, monkeypatch):

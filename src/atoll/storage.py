@@ -139,12 +139,16 @@ def digest_of(path: Path, root: Path | None = None) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def cache_folder() -> Path:
+    """Returns where things are kept that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll"
+
+
 def known_digest(path: Path, root: Path | None = None) -> str:
     """Returns the SHA-256 of a file, remembered from the last time if neither size nor time of change is another."""
     about = real_path(path, root).stat()
     key, version = str(real_path(path, root)), [about.st_size, about.st_mtime_ns, about.st_ino]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll" / "sha256"
-    memory = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
+    memory = cache_folder() / "sha256" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         known = json.loads(memory.read_bytes())
         if known["version"] == version and known["path"] == key:
