@@ -175,7 +175,7 @@ def test_the_largest_preset():
 
 
 def test_predicted_memory_falls_with_the_processes():
-    config, settings = DiTConfig(**preset("s/2", text_dim=64)), Settings(batch=8, shard=True)
+    config, settings = DiTConfig(**preset("xs/2", input_size=8, text_dim=8)), Settings(batch=8, shard=True)
     totals = [predict(config, settings, text_length=4, base=0, processes=num).weights for num in (1, 2, 4)]
     assert totals == [totals[0], totals[0] // 2, totals[0] // 4]
 
