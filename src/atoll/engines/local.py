@@ -17,8 +17,6 @@ from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 
-import torch
-
 from atoll.engines.engine import (
     TAIL,
     USUAL,
@@ -98,6 +96,8 @@ def in_order(
 
 def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:
     """Begins a process of a pool: it has a GPU of its own where there are any, and ends when its parent does."""
+    import torch
+
     os.environ.update(environments.get())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
@@ -109,6 +109,8 @@ def find_slots(device: str = "auto", resources: Resources = USUAL) -> list[Slot]
 
     If a job needs several GPUs or cores, there are as many times fewer.
     """
+    import torch  # not above: the actors of the Ray engine, which need no torch, would wait for it
+
     if device.startswith("cuda:"):
         return [{}]
     num_gpus = 0 if device == "cpu" or resources.gpus == 0 else torch.cuda.device_count()

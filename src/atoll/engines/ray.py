@@ -15,11 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.encoders.pretrained import require
 from atoll.engines.engine import GRACE, USUAL, Item, Job, Look, Resources, Result, Run, run_jobs
 from atoll.engines.local import LocalProcess, in_order
 from atoll.errors import InputError
-from atoll.storage import alone
+from atoll.storage import alone, reason_of
 
 LOST = -1  # the exit code of a process whose actor or node is gone
 PATIENCE = 120.0  # seconds for a node to say what is installed there
@@ -29,6 +28,8 @@ class Ray:
     """A Ray cluster: jobs run where their resources are, map's items on all nodes."""
 
     def __init__(self, address: str | None = None, device: str = "auto", at_a_time: int | None = None) -> None:
+        from atoll.encoders.pretrained import require  # not above: actors, which need no torch, would wait for it
+
         self.ray, self.device, self.at_a_time = require("ray", "ray"), device, at_a_time
         if not self.ray.is_initialized():
             self._connect(address)
@@ -139,12 +140,13 @@ def _call(folder: str, function: Callable[[Item], Result], item: Item) -> Result
 class Actor:
     """Runs on a node: a job's process, and what can be seen of it."""
 
-    def __init__(self, job: Job, note: str, here: Path, python: str) -> None:
+    def start(self, job: Job, note: str, here: Path, python: str) -> Look:
         with suppress(OSError):
             os.chdir(here)  # a node that does not share the folder has absolute paths alone
         command = [sys.executable if word == python else word for word in job.command]
         _wait_until_free(job.folder)
         self.process = LocalProcess(replace(job, command=command), {}, note)
+        return self.look()
 
     def look(self) -> Look:
         return self.process.look()
@@ -169,8 +171,8 @@ class RayProcess:
 
     def __init__(self, ray: Any, job: Job, note: str, here: Path, needed: Mapping[str, float]) -> None:
         self.ray, self.has_ended = ray, False
-        self._actor = ray.remote(Actor).options(**needed).remote(job, note, here, sys.executable)
-        self._answer = self._actor.look.remote()
+        self._actor = ray.remote(Actor).options(**needed).remote()
+        self._answer = self._actor.start.remote(job, note, here, sys.executable)
         self._seen: Look | None = None
 
     def look(self) -> Look | None:
@@ -178,13 +180,17 @@ class RayProcess:
         if ready and not self.has_ended:
             try:
                 self._seen = self.ray.get(self._answer)
-            except self.ray.exceptions.RayActorError as error:
-                self._end(_lost(error))
+            except self.ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, OSError):
+                    raise
+                self._seen = Look(2, {}, False, f"cannot be started: {reason_of(error.cause)}")
+            except self.ray.exceptions.RayError as error:
+                reason = str(error).strip().splitlines()[-1].strip()
+                self._seen = Look(LOST, {}, False, "", f"lost with its worker or node ({reason[:300]})")
+            if self._seen.code is None:
+                self._answer = self._actor.look.remote()
             else:
-                if self._seen.code is None:
-                    self._answer = self._actor.look.remote()
-                else:
-                    self._end(self._seen)
+                self._end(self._seen)
         return self._seen
 
     def _end(self, look: Look) -> None:
@@ -197,12 +203,3 @@ class RayProcess:
             self._end(Look(LOST, {}, False, "", "stopped"))
         else:
             self._actor.send.remote(number)
-
-
-def _lost(error: Exception) -> Look:
-    """Returns what is to be told of a process whose actor is gone, or could not start it."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, OSError | InputError):
-        return Look(2, {}, False, f"cannot be started: {cause}")
-    reason = str(error).strip().splitlines()[-1].strip()
-    return Look(LOST, {}, False, "", f"lost with its worker or node ({reason[:300]})")
