@@ -37,7 +37,7 @@ def train_all(
       atoll train-all data --model 3b/2 --shard --gpus-per-expert 8 --engine ray --out /shared/run
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made.
+        data: A folder that `atoll prepare` and `atoll partition` have made, or its URL in an object store.
         out: The folder to make: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
         settings: How to train each expert.
         router_settings: How to train the router, if it is trained.
@@ -56,9 +56,10 @@ def train_all(
     """
     from atoll.engines.engine import Resources
     from atoll.engines.train_all import train_all as train
+    from atoll.object_store import place_of
 
     del recipe  # read before the flags were: main.py
     chosen, resources = router_settings if router else None, Resources(cpus_per_expert, gpus_per_expert)
     where = engine.open(settings.device)
-    lines = train(data, out, settings, objectives, experts, init, chosen, where, resources, dry_run=dry_run)
+    lines = train(place_of(data), out, settings, objectives, experts, init, chosen, where, resources, dry_run=dry_run)
     print(*lines, sep="\n")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from atoll.cards import PartitionCard
+from atoll.data.local_copy import local_copy
 from atoll.data.shards import Dataset
 from atoll.data.view import refuse_inside
 from atoll.diffusion.objective import get_objective
@@ -55,7 +56,7 @@ class Part(NamedTuple):
         return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
 
     def make_task(self, device: torch.device) -> CaptionedTask:
-        dataset = Dataset.open(self.data, self.cluster)
+        dataset = Dataset.open(local_copy(self.data, self.cluster), self.cluster)
         if isinstance(self.settings, RouterSettings):
             return RouterTask(dataset, self.settings, device)
         return ExpertTask(dataset, self.settings, device, self.init_folder)
