@@ -100,7 +100,7 @@ def test_a_cluster_that_loses_workers_and_a_node(cluster, tmp_path, monkeypatch)
                     victim.kill()
                     killed.append(victim.pid)
             if i == 20:
-                cluster.remove_node(list(cluster.worker_nodes)[0], allow_graceful=False)
+                cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
             yield result
 
     source = Source("shapes", num=2600, size=16)
