@@ -16,6 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # as the processes it is compared with
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this process alone
 
 from atoll.data.encode import Map

@@ -19,6 +19,8 @@ from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.engines.settings import EngineSettings
 
+WORKERS = ("ray::_call", "ray::IDLE")  # not the agents of a node, with which it dies
+
 
 def main(out: Path) -> None:
     room = {"num_cpus": 2, "object_store_memory": 80 << 20}
@@ -33,7 +35,7 @@ def main(out: Path) -> None:
         for i, result in enumerate(engine.map(function, values)):
             if i % 4 == 2 and len(killed) < 10:
                 children = psutil.Process().children(recursive=True)
-                if workers := [child for child in children if child.name().startswith("ray::")]:
+                if workers := [child for child in children if child.name() in WORKERS]:
                     killed.append(chance.choice(workers))
                     killed[-1].kill()
             if i == 20:

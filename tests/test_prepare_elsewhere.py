@@ -71,6 +71,8 @@ def test_a_cluster_that_loses_workers_and_a_node(tmp_path):
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": "300",  # on a busy machine
+        "RAY_worker_niceness": "0",  # else it waits for all that the machine does besides
         "OMP_NUM_THREADS": "1",
     }
     script = Path(__file__).parent / "ray_faults.py"
