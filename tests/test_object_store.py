@@ -139,6 +139,12 @@ def test_bad_urls(url, message):
     assert SECRET not in str(caught.value)
 
 
+def test_an_environment_that_does_not_say_where(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(InputError, match="az://box/x cannot be opened: check what the environment says"):
+        open_store("az://box/x").get("a")
+
+
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(InputError, match=r"pip install 'atoll\[store\]'"):

@@ -232,23 +232,26 @@ class Store:
         if self._folder is not None:
             return store.LocalStore(self._folder, mkdir=True)
         allow_http = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://")
-        return store.from_url(
-            self.url,
-            client_options={
-                "timeout": timedelta(seconds=self.timeout),
-                "connect_timeout": timedelta(seconds=min(5, self.timeout)),
-                **({"allow_http": True} if allow_http else {}),
-            },
-            retry_config={
-                "max_retries": NUM_RETRIES,
-                "retry_timeout": timedelta(seconds=self.retry_for),
-                "backoff": {
-                    "init_backoff": timedelta(seconds=0.1),
-                    "max_backoff": timedelta(seconds=5),
-                    "base": 2,
+        try:
+            return store.from_url(
+                self.url,
+                client_options={
+                    "timeout": timedelta(seconds=self.timeout),
+                    "connect_timeout": timedelta(seconds=min(5, self.timeout)),
+                    **({"allow_http": True} if allow_http else {}),
                 },
-            },
-        )
+                retry_config={
+                    "max_retries": NUM_RETRIES,
+                    "retry_timeout": timedelta(seconds=self.retry_for),
+                    "backoff": {
+                        "init_backoff": timedelta(seconds=0.1),
+                        "max_backoff": timedelta(seconds=5),
+                        "base": 2,
+                    },
+                },
+            )
+        except (_errors().BaseError, ValueError):
+            raise StoreError(f"{self.url} cannot be opened: check what the environment says of the store") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "timeout": self.timeout, "retry_for": self.retry_for}  # no connection
@@ -264,8 +267,8 @@ class Store:
             if self._folder is not None and not resolved(self._folder / key).is_relative_to(resolved(self._folder)):
                 raise OSError(errno.EPERM, "it is a link that leaves its folder")
             yield self._opened
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"there is no {place}") from error
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no {place}") from None
         except (errors.PermissionDeniedError, errors.UnauthenticatedError):
             raise StoreError(f"{self.url} refuses access: check the credentials in the environment") from None
         except errors.PreconditionError:
