@@ -32,6 +32,7 @@ import torch
 from tqdm import tqdm
 
 from atoll.data.shards import Dataset
+from atoll.engines.local import Local
 from atoll.engines.train_all import Part
 from atoll.experiments.evaluate import Contender, Evaluation
 from atoll.experiments.graph import ModelNode, assemble_all, train
@@ -92,7 +93,7 @@ class Comparison:
             for entry in self.entries
             if entry.training is not None
         ]
-        train(models, self.args.device)
+        train(models, Local(self.args.device))
         assemble_all(models)
 
     def _part(self, entry: Entry, seed: int) -> Part:

@@ -33,7 +33,8 @@ from tqdm import tqdm
 
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView
-from atoll.engines.local import Job, run_jobs
+from atoll.engines.engine import Job
+from atoll.engines.local import Local
 from atoll.errors import InputError
 from atoll.storage import read_json, write_json
 
@@ -231,9 +232,10 @@ def compare(data: Path, out: Path, steps: int, pretrain_steps: int, seeds: int, 
     first = [Job("DDPM on clusters 0 and 1", command, out / "pretrained", pretrain_steps)]
     pairs = [(cluster, seed) for seed in range(seeds) for cluster in NEW]
     first += [job_of(data, out, "scratch", cluster, seed, steps) for cluster, seed in pairs]
-    run_jobs(first, [{}] * at_a_time)
+    engine = Local("cpu", at_a_time)
+    engine.run(first)
     convert(data, out)
-    run_jobs([job_of(data, out, "init", cluster, seed, steps) for cluster, seed in pairs], [{}] * at_a_time)
+    engine.run([job_of(data, out, "init", cluster, seed, steps) for cluster, seed in pairs])
     about = read_json(out / "pretrained" / "run.json", "")
     print(f"DiT: held-out loss {about['held_out']:.4f} after {about['steps_done']} steps, {about['seconds']} s")
 

@@ -8,18 +8,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.diffusion.objective import OBJECTIVES
-from atoll.engines import local
-from atoll.engines.local import Job, Run, find_slots, latest_metrics, run_jobs
+from atoll.engines import engine as engines
+from atoll.engines.engine import Job, Run, latest_metrics
+from atoll.engines.local import Local, find_slots
 from atoll.engines.train_all import parse_by_number, parse_objectives
 from atoll.errors import InputError
+from clusters import ray_cluster
 
 CHILD = """
 import json, os, signal, sys, time
@@ -53,7 +57,7 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch):
-    monkeypatch.setattr(local, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(engines, "LOOK_EVERY", 0.02)
 
 
 @pytest.fixture
@@ -67,6 +71,28 @@ def job(tmp_path) -> MakeJob:
         return Job(f"expert {number}", [sys.executable, "-I", "-S", str(script), str(folder)], folder, 100)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ray_cluster() as cluster:
+        yield cluster.address
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def run(request) -> Callable[..., list[Run]]:
+    """Runs jobs, so many at a time, on either engine."""
+    if request.param == "local":
+        return lambda jobs, num=1: Local("cpu", num).run(jobs, progress=False)
+    from atoll.engines.ray import Ray
+
+    engine = Ray(request.getfixturevalue("address"), "cpu")
+
+    def on_ray(jobs: list[Job], num: int = 1) -> list[Run]:
+        engine.at_a_time = num
+        return engine.run(jobs, progress=False)
+
+    return on_ray
 
 
 def starts(job: Job) -> list[dict]:
@@ -149,11 +175,11 @@ class TestInits:
 
 class TestSlots:
     def test_cores(self, monkeypatch):
-        monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         assert find_slots() == find_slots("cpu") == [{}] * len(os.sched_getaffinity(0))
 
     def test_gpus(self, monkeypatch):
-        monkeypatch.setattr(local.torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         assert find_slots() == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
@@ -162,12 +188,13 @@ class TestSlots:
 
 
 class TestRuns:
-    def test_all_done(self, job):
+    def test_all_done(self, job, monkeypatch):
         """No more at a time than there are slots, one thread each, on the slot's GPU."""
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         jobs = [job(k, "time.sleep(0.2)", "finish()", "print(time.time())") for k in range(5)]
-        slots = [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-        slots = [{**slot, "EXTRA": "yes"} for slot in slots]
-        results = run_jobs(jobs, slots, progress=False)
+        jobs = [replace(each, environment={"EXTRA": "yes"}) for each in jobs]
+        results = Local().run(jobs, progress=False)
         assert outcomes(results) == [(f"expert {k}", "done", 100, 0) for k in range(5)]
         spans = []
         for each in jobs:
@@ -180,24 +207,24 @@ class TestRuns:
             others = [env["CUDA_VISIBLE_DEVICES"] for first, last, env in spans if first <= begin < last]
             assert len(others) == len(set(others)) <= 2
 
-    def test_a_crash_disturbs_no_other(self, job):
+    def test_a_crash_disturbs_no_other(self, run, job):
         kill = "os.kill(os.getpid(), signal.SIGKILL)"
         jobs = [
             job(0, "time.sleep(0.5)", "finish()"),
             job(1, "tell(50 * num_starts)", f"finish() if num_starts > 1 else {kill}"),
             job(2, "time.sleep(0.5)", "finish()"),
         ]
-        results = run_jobs(jobs, [{}] * 3, progress=False)
+        results = run(jobs, 3)
         assert [(each.status, each.restarts) for each in results] == [("done", 0), ("done", 1), ("done", 0)]
         assert [len(starts(each)) for each in jobs] == [1, 2, 1]
         log = (jobs[1].folder / "log.txt").read_text()
         assert "[Killed (signal 9, most likely for lack of memory): restart 1]" in log
         assert (jobs[0].folder / "log.txt").read_text() == ""
 
-    def test_a_crash_in_a_loop(self, job):
+    def test_a_crash_in_a_loop(self, run, job):
         jobs = [job(0, "tell(7)", "raise RuntimeError('out of luck')"), job(1, "finish()")]
         with pytest.raises(InputError) as error:
-            run_jobs(jobs, [{}], progress=False)
+            run(jobs, 1)
         assert str(error.value) == (
             "expert 0 failed (RuntimeError: out of luck, exit code 1, also when restarted 3 times; "
             f"its log is {jobs[0].folder / 'log.txt'}): "
@@ -206,40 +233,40 @@ class TestRuns:
         assert len(starts(jobs[0])) == 4
         assert len(starts(jobs[1])) == 1
 
-    def test_steps_reset_the_count(self, job):
+    def test_steps_reset_the_count(self, run, job):
         """As often as it takes, as long as it gets ahead."""
         each = job(0, "tell(10 * num_starts)", "finish() if num_starts == 8 else os.kill(os.getpid(), signal.SIGSEGV)")
-        assert outcomes(run_jobs([each], [{}], progress=False)) == [("expert 0", "done", 100, 7)]
+        assert outcomes(run([each], 1)) == [("expert 0", "done", 100, 7)]
 
-    def test_steps_made_again_do_not(self, job):
+    def test_steps_made_again_do_not(self, run, job):
         """A run that always crashes at the same step gets nowhere, whatever it does again before."""
         rewrite = 'open(folder + "metrics.jsonl", "w").close()'
         each = job(0, rewrite, "tell(10)", "time.sleep(0.1)", "tell(20)", "sys.exit(1)")
         with pytest.raises(InputError, match=r"expert 0 failed \(exit code 1, also when restarted 3 times"):
-            run_jobs([each], [{}], progress=False)
+            run([each], 1)
         assert len(starts(each)) == 4
 
-    def test_mistakes_are_not_restarted(self, job):
+    def test_mistakes_are_not_restarted(self, run, job):
         jobs = [
             job(0, "finish()"),
             job(1, "print('atoll: unknown size xxl: give s', file=sys.stderr)", "sys.exit(2)"),
             Job("expert 2", ["/nowhere/python"], job(2).folder, 100),
         ]
         with pytest.raises(InputError) as error:
-            run_jobs(jobs, [{}], progress=False)
+            run(jobs, 1)
         assert "expert 1 failed (unknown size xxl: give s; its log is " in str(error.value)
         assert "; expert 2 failed (cannot start /nowhere/python (No such file or directory)" in str(error.value)
         assert "expert 0" not in str(error.value)
         assert len(starts(jobs[1])) == 1
 
-    def test_a_folder_that_cannot_be_made(self, job, tmp_path):
+    def test_a_folder_that_cannot_be_made(self, run, job, tmp_path):
         (tmp_path / "file").touch()
         jobs = [Job("expert 0", ["true"], tmp_path / "file" / "00", 100), job(1, "finish()")]
         with pytest.raises(InputError, match=r"expert 0 failed \(cannot be started: Not a directory"):
-            run_jobs(jobs, [{}], progress=False)
+            run(jobs, 1)
         assert len(starts(jobs[1])) == 1
 
-    def test_a_log_that_is_none(self, job, tmp_path):
+    def test_a_log_that_is_none(self, run, job, tmp_path):
         """A FIFO would hang, and a link would write to a file of somebody else's."""
         jobs = [job(0, "finish()"), job(1, "finish()")]
         for each in jobs:
@@ -248,32 +275,32 @@ class TestRuns:
         (tmp_path / "precious").write_text("mine")
         (jobs[1].folder / "log.txt").symlink_to(tmp_path / "precious")
         with pytest.raises(InputError, match=r"it is a FIFO.*it is a link that leaves its folder"):
-            run_jobs(jobs, [{}], progress=False)
+            run(jobs, 1)
         assert (tmp_path / "precious").read_text() == "mine"
 
-    def test_what_a_process_says_last_does_not_reach_the_terminal_raw(self, job, capsys):
+    def test_what_a_process_says_last_does_not_reach_the_terminal_raw(self, run, job, capsys):
         each = job(0, "print('atoll: \\x1b]0;title\\x07 is wrong', file=sys.stderr)", "sys.exit(2)")
         with pytest.raises(InputError):
-            run_jobs([each], [{}])
+            Local("cpu", 1).run([each])
         assert "\x1b" not in capsys.readouterr().err
 
-    def test_complete_jobs_are_skipped(self, job):
+    def test_complete_jobs_are_skipped(self, run, job):
         jobs = [job(0, "finish()"), job(1, "finish(60)"), job(2, "finish()")]
         for each in jobs[:2]:
             each.folder.mkdir()
         (jobs[0].folder / "run.json").write_text('{"complete": true}')
         (jobs[1].folder / "run.json").write_text('{"complete": true, "steps_done": 50}')  # of fewer steps than now
-        results = run_jobs(jobs, [{}], progress=False)
+        results = run(jobs, 1)
         assert [len(starts(each)) for each in jobs] == [0, 1, 1]
         assert [each.status for each in results] == ["done", "stopped", "done"]
 
-    def test_one_that_was_stopped(self, job):
-        results = run_jobs([job(0, "tell(40)")], [{}], progress=False)
+    def test_one_that_was_stopped(self, run, job):
+        results = run([job(0, "tell(40)")], 1)
         assert outcomes(results) == [("expert 0", "stopped", 40, 0)]
 
 
 class TestStopping:
-    def test_ctrl_c(self, job):
+    def test_ctrl_c(self, run, job):
         """Experts save a checkpoint; those that wait are not started."""
         jobs = [job(k, "wait_and_save()") for k in range(3)]
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -285,14 +312,14 @@ class TestStopping:
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            run_jobs(jobs, [{}] * 2, progress=False)
+            run(jobs, 2)
         thread.join()
         assert [(each.folder / "saved").exists() for each in jobs] == [True, True, False]
         assert not starts(jobs[2])
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
-    def test_one_that_does_not_listen_is_killed(self, job, monkeypatch):
-        monkeypatch.setattr(local, "GRACE", 0.3)
+    def test_one_that_does_not_listen_is_killed(self, run, job, monkeypatch):
+        monkeypatch.setattr(engines, "GRACE", 0.3)
         ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
         each = job(0, ignore, "open(folder + 'ready', 'w').close()", "time.sleep(60)")
 
@@ -303,7 +330,7 @@ class TestStopping:
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            run_jobs([each], [{}], progress=False)
+            run([each], 1)
         thread.join()
         assert not is_alive(starts(each)[0]["pid"])
 
@@ -313,8 +340,8 @@ class TestStopping:
         if number == signal.SIGKILL and sys.platform != "linux":
             pytest.skip("only Linux tells a process that its parent is gone")
         jobs = [job(k, "wait_and_save()") for k in range(2)]
-        program = "from pathlib import Path\nfrom atoll.engines.local import Job, run_jobs\n"
-        program += f"run_jobs([{', '.join(map(repr, jobs))}], [{{}}] * 2)"
+        program = "from pathlib import Path\nfrom atoll.engines.local import *\n"
+        program += f"Local('cpu', 2).run([{', '.join(map(repr, jobs))}])"
         program = program.replace("PosixPath", "Path")
         parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
         wait_for(*(each.folder / "ready" for each in jobs))
@@ -339,11 +366,11 @@ class Terminal(io.StringIO):
 
 class TestTable:
     def test_few_lines(self, job, monkeypatch, capsys):
-        monkeypatch.setattr(local, "TELL_EVERY", 0.5)
+        monkeypatch.setattr(engines, "TELL_EVERY", 0.5)
         steps = ["for step in range(1, 101):", "    tell(step)", "    time.sleep(0.01)", "finish()"]
         jobs = [job(0, *steps), job(1, *steps), job(2, "sys.exit(2)")]
         with pytest.raises(InputError):
-            run_jobs(jobs, [{}, {}])
+            Local("cpu", 2).run(jobs)
         lines = capsys.readouterr().err.splitlines()
         assert 7 <= len(lines) < 100
         assert lines[0] == "expert 0  running       0/100"
@@ -353,10 +380,10 @@ class TestTable:
 
     def test_bars(self, job, monkeypatch):
         """All jobs are seen all the time, in the end as well."""
-        monkeypatch.setattr(local.sys, "stderr", Terminal())
+        monkeypatch.setattr(engines.sys, "stderr", Terminal())
         jobs = [job(0, "finish()"), job(1, "sys.exit(0 if num_starts > 1 else 1)"), job(2, "finish()")]
-        run_jobs(jobs, [{}])
-        shown = local.sys.stderr.getvalue()
+        Local("cpu", 1).run(jobs)
+        shown = engines.sys.stderr.getvalue()
         for part in ("expert 2   0%|", " 0/100, waiting", "0/100, running", "0/100, restarted 1x", "100/100, done"):
             assert part in shown
         last = [line.split("\r")[-1].split() for line in shown.split("\n")[-4:-1]]
@@ -368,8 +395,8 @@ class TestTable:
             def write(self, text: str) -> int:
                 raise BrokenPipeError
 
-        monkeypatch.setattr(local.sys, "stderr", Gone())
-        assert run_jobs([job(0, "finish()")], [{}])[0].status == "done"
+        monkeypatch.setattr(engines.sys, "stderr", Gone())
+        assert Local("cpu", 1).run([job(0, "finish()")])[0].status == "done"
 
 
 class TestMetrics:

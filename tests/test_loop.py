@@ -425,17 +425,17 @@ class TestTrouble:
         run(tmp_path / "whole")
         run(tmp_path / "a", replace(TOY, steps=4))
         before = {p.name: p.read_bytes() for p in (tmp_path / "a" / "state").iterdir()}
-        real = checkpoint.save_file
+        real = checkpoint._write
 
-        def full(tensors, path, metadata):
+        def full(path, *_):
             path.write_bytes(b"half of it")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "save_file", full)
+        monkeypatch.setattr(checkpoint, "_write", full)
         with pytest.raises(InputError, match=r"cannot write .*000000008.safetensors \(No space left on device\)"):
             run(tmp_path / "a")
         assert {p.name: p.read_bytes() for p in (tmp_path / "a" / "state").iterdir()} == before
-        monkeypatch.setattr(checkpoint, "save_file", real)
+        monkeypatch.setattr(checkpoint, "_write", real)
         run(tmp_path / "a")
         assert weights(tmp_path / "a") == weights(tmp_path / "whole")
 

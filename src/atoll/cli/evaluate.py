@@ -30,12 +30,13 @@ def evaluate(
 
     Args:
         folders: One or several models that `atoll assemble` has made, compared in one table; then the data that
-            `atoll prepare` has made: its captions are the prompts, its images the reference.
+            `atoll prepare` has made, or its URL: its captions are the prompts, its images the reference.
         settings: What is measured.
         sampling: How images are made.
         cluster: The number of a cluster, to take only its captions and images.
         out: The folder for results.json, results.md, samples.png, metrics.png and all images.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.errors import InputError
     from atoll.experiments.evaluate import evaluate as measure
     from atoll.experiments.evaluate import name_contenders
@@ -43,7 +44,8 @@ def evaluate(
 
     if len(folders) < 2:
         raise InputError("there is nothing to evaluate: give one or several models, and then the data")
-    *models, data = folders
+    *models, place = folders
+    data = local_copy(place, cluster)
     results = measure(name_contenders(models, sampling), data, out, settings, cluster)
     print(render_table(results).split("\n\n")[1])
     print(f"{out / 'results.md'}: this table with what it takes to repeat it; samples.png and metrics.png beside it")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import tyro
 
+from atoll.engines.settings import EngineSettings
+
 
 def reproduce(
     what: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")],
@@ -12,6 +14,7 @@ def reproduce(
     recipe: str = "reproduce",
     seeds: int | None = None,
     dry_run: bool = False,
+    engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     out: Path = Path("reproduced"),
 ) -> None:
     """Repeat the papers' comparisons: train, sample and measure all that they need, at equal budget.
@@ -35,6 +38,7 @@ def reproduce(
             comparisons are; reproduce_paper is at the papers' scale.
         seeds: Of training, in place of the recipe's.
         dry_run: Print the parts, models and rows of the plan with the FLOPs and memory they need, and do nothing else.
+        engine: Where parts are trained and models are measured.
         out: The folder for all that is made, results.json, results.md and images of each comparison.
     """
     from dataclasses import replace
@@ -55,6 +59,6 @@ def reproduce(
         return
     if data is None:
         raise InputError("there is no data to work with: give --data, a prepared folder or a set such as fashion-mnist")
-    repeat(what, data, out, content)
+    repeat(what, data, out, content, engine.open(content.expert.device))
     print((out / "results.md").read_text(encoding="utf-8"))
     print(f"{out / 'results.md'}: this, with pictures beside it")

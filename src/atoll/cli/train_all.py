@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from atoll.engines.settings import EngineSettings
 from atoll.training.settings import ExpertSettings, RouterSettings
 
 
@@ -17,23 +18,26 @@ def train_all(
     experts: str = "all",
     init: str | None = None,
     router: bool = False,
-    at_a_time: int | None = None,
+    engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
+    cpus_per_expert: int = 1,
+    gpus_per_expert: int | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train all experts of a partition on one machine, a process each. Interrupted, rerun the same command to resume.
+    """Train all experts of a partition, on this machine or a Ray cluster. Interrupted, rerun the command to resume.
 
-    As many run at a time as the machine has GPUs, or cores if it has none. One that crashes is started again from its
-    last checkpoint; the others do not notice.
+    As many run at a time as there are GPUs, or cores if there are none. One that crashes, or whose node dies, is
+    started again from its last checkpoint; the others do not notice.
 
     For example:
       atoll train-all data --objectives 2ddpm:6fm --steps 2000 --out run
       atoll train-all data --objectives 1ddpm:2fm:1ddpm:4fm --recipe laptop --router --router.steps 500 --out run
       atoll train-all data --init pretrained --dry-run --out run
       atoll train-all data --experts 0,2 --out run
+      atoll train-all data --model 3b/2 --shard --gpus-per-expert 8 --engine ray --out /shared/run
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made.
+        data: A folder that `atoll prepare` and `atoll partition` have made, or its URL in an object store.
         out: The folder to make: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
         settings: How to train each expert.
         router_settings: How to train the router, if it is trained.
@@ -43,13 +47,19 @@ def train_all(
         init: A folder with first weights for all experts (another expert, or what `atoll convert` has made), or
             0=FOLDER,*=FOLDER by number; experts that are not named begin from random weights.
         router: Train the router too, as one more process; --router.steps and so on are its settings.
-        at_a_time: How many to train at a time.
+        engine: Where they run.
+        cpus_per_expert: Cores of each; with --device cpu, a process for every --threads of them.
+        gpus_per_expert: GPUs of each, with a process per GPU; one by default where there are any.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings of the experts in its table
             [expert], of the router in [router], of both above them; flags win over it.
         dry_run: Print what each would be trained with, the memory it needs and how many run at a time, and stop.
     """
+    from atoll.engines.engine import Resources
     from atoll.engines.train_all import train_all as train
+    from atoll.object_store import place_of
 
     del recipe  # read before the flags were: main.py
-    chosen = router_settings if router else None
-    print(*train(data, out, settings, objectives, experts, init, chosen, at_a_time, dry_run=dry_run), sep="\n")
+    chosen, resources = router_settings if router else None, Resources(cpus_per_expert, gpus_per_expert)
+    where = engine.open(settings.device)
+    lines = train(place_of(data), out, settings, objectives, experts, init, chosen, where, resources, dry_run=dry_run)
+    print(*lines, sep="\n")

@@ -24,7 +24,7 @@ def train_router(
       atoll train-router data --method centroids --out router-centroids
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters.
+        data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters, or its URL.
         out: The folder to make: the router, its metrics and the checkpoints to resume from.
         settings: How to train.
         method: network, or centroids for a router that needs no training.
@@ -32,6 +32,7 @@ def train_router(
             [router]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.errors import InputError
     from atoll.training.router import make_centroid_router
     from atoll.training.router import train_router as train
@@ -40,6 +41,6 @@ def train_router(
     if dry_run and method == "centroids":
         raise InputError("a router from centroids is made in seconds: leave --dry-run out")
     if method == "centroids":
-        print(*make_centroid_router(data, settings, out), sep="\n")
+        print(*make_centroid_router(local_copy(data), settings, out), sep="\n")
     else:
-        print(*train(data, settings, out, dry_run=dry_run), sep="\n")
+        print(*train(local_copy(data), settings, out, dry_run=dry_run), sep="\n")

@@ -1,4 +1,4 @@
-"""All experts of a partition on one machine, and the router if asked for: `atoll train-all`."""
+"""All experts of a partition, and the router if asked for: `atoll train-all`."""
 
 import re
 import sys
@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from atoll.cards import PartitionCard
+from atoll.data.local_copy import local_copy
 from atoll.data.shards import Dataset
 from atoll.data.view import refuse_inside
 from atoll.diffusion.objective import get_objective
-from atoll.engines.local import Job, Slot, find_slots, run_jobs
+from atoll.engines.engine import USUAL, Engine, Job, Resources
+from atoll.engines.local import Local, Slot
 from atoll.errors import InputError
 from atoll.storage import read_json, work_folder
 from atoll.training.distributed import Distributed
@@ -24,6 +26,8 @@ from atoll.training.memory import available, in_words
 from atoll.training.router import RouterTask
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, as_flags, refuse_another
 from atoll.training.task import CaptionedTask
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # several processes for one network, on one machine
 
 
 class Part(NamedTuple):
@@ -52,18 +56,29 @@ class Part(NamedTuple):
         return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
 
     def make_task(self, device: torch.device) -> CaptionedTask:
-        dataset = Dataset.open(self.data, self.cluster)
+        dataset = Dataset.open(local_copy(self.data, self.cluster), self.cluster)
         if isinstance(self.settings, RouterSettings):
             return RouterTask(dataset, self.settings, device)
         return ExpertTask(dataset, self.settings, device, self.init_folder)
 
-    def job(self) -> Job:
+    def job(self, resources: Resources = USUAL) -> Job:
         """Returns the command that trains it; a folder that holds another run is refused before any starts."""
         if (self.folder / "run.json").exists():
             before = read_json(self.folder / "run.json", "remove the folder, or choose another --out")
             refuse_another(self.folder, before.get("settings", {}), self.settings)
-        command = [sys.executable, "-m", "atoll.cli.main", *self.verb, "--out", str(self.folder)]
-        return Job(self.name, [*command, *as_flags(self.settings)], self.folder, self.settings.steps)
+        threads = self.settings.threads
+        on_cpu = self.settings.device == "cpu" or resources.gpus == 0
+        processes = max(1, resources.cpus // threads) if on_cpu else resources.gpus or 1
+        launch = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else []
+        command = [sys.executable, *launch, "-m", "atoll.cli.main", *self.verb, "--out", str(self.folder)]
+        return Job(
+            self.name,
+            [*command, *as_flags(self.settings)],
+            self.folder,
+            self.settings.steps,
+            resources,
+            {"OMP_NUM_THREADS": str(threads)},
+        )
 
 
 def train_all(
@@ -74,16 +89,13 @@ def train_all(
     experts: str = "all",
     init: str | None = None,
     router: RouterSettings | None = None,
-    at_a_time: int | None = None,
+    engine: Engine | None = None,
+    resources: Resources = USUAL,
     progress: bool = True,
     dry_run: bool = False,
 ) -> Sequence[str]:
     """Trains each expert by the command that would train it alone; returns lines for the user."""
-    slots = [{**slot, "OMP_NUM_THREADS": str(settings.threads)} for slot in find_slots(settings.device)]
-    if at_a_time is not None:
-        if at_a_time < 1:
-            raise InputError(f"--at-a-time must be at least 1, but is {at_a_time}")
-        slots = [slots[i % len(slots)] for i in range(at_a_time)]
+    engine = engine or Local(settings.device)
     num = PartitionCard.read(data / "clusters").num_clusters
     names = parse_objectives(objectives or settings.objective, num)
     inits = [None if name is None else Path(name) for name in parse_by_number(init, num)]
@@ -96,12 +108,14 @@ def train_all(
     ]
     if router is not None:
         parts.append(Part("router", out / "router", router, data))
-    jobs = [part.job() for part in parts]
+    jobs = [part.job(resources) for part in parts]
     refuse_inside(out, data)
     if dry_run:
-        return _preview(parts, slots, settings.torch_device)
+        if not isinstance(engine, Local):
+            raise InputError("--dry-run looks at this machine: leave --engine out")
+        return _preview(parts, engine.slots(resources), settings.torch_device)
     with work_folder(out):
-        runs = run_jobs(jobs, slots, progress=progress)
+        runs = engine.run(jobs, progress)
     lines = [f"{out}: {sum(run.status == 'done' for run in runs)} of {len(runs)} are trained"]
     for run in runs:
         loss = ""

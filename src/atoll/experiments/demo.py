@@ -41,6 +41,7 @@ from atoll.diffusion.solvers import uniform_times
 from atoll.encoders.codec import to_uint8
 from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import make_features
+from atoll.engines.local import Local
 from atoll.engines.train_all import Part
 from atoll.experiments.cache import Snapshot
 from atoll.experiments.flops import counting, training_flops
@@ -237,7 +238,7 @@ class _Demo:
         done = all(model.is_complete for model in models)
         with self.stages.stage("train", done) as notes:
             if not done:
-                train(models, "cpu")
+                train(models, Local("cpu"))
             kinds = ", ".join(f"{k} {own.objective}" for k, own in enumerate(self.settings))
             compared = ", and what to compare with" if self.compare else ""
             notes.append(f"experts {kinds} and a router{compared}, in isolation")

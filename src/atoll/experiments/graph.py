@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.cards import INDEX
-from atoll.engines.local import find_slots, run_jobs
+from atoll.engines.engine import Engine
 from atoll.engines.train_all import Part
 from atoll.errors import InputError
 from atoll.sampling.assemble import assemble
@@ -50,7 +50,7 @@ def parts_of(models: Iterable[ModelNode]) -> list[Part]:
     return list(dict.fromkeys([*(part.init for part in parts if isinstance(part.init, Part)), *parts]))
 
 
-def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> None:
+def train(models: Sequence[ModelNode], engine: Engine, progress: bool = True) -> None:
     """Trains all parts that are not complete, those that start from another's weights after the others."""
     # The longest first, so that no core idles long at the end.
     ordered = sorted(
@@ -58,7 +58,7 @@ def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> No
     )
     for later in (False, True):
         jobs = [part.job() for part in ordered if (part.init is not None) == later]
-        run_jobs(jobs, find_slots(device), progress=progress)
+        engine.run(jobs, progress)
 
 
 def assemble_all(models: Sequence[ModelNode]) -> None:

@@ -11,16 +11,10 @@ Parts that several comparisons need are trained once. Rerun the command to resum
 """
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import cache, partial
-from multiprocessing import get_context
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +25,8 @@ from atoll.cards import DATASET, DatasetCard
 from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.download import PACKAGES
 from atoll.data.view import refuse_inside
-from atoll.engines.local import find_slots
+from atoll.engines.engine import Engine
+from atoll.engines.local import Local
 from atoll.errors import InputError
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, Evaluation
 from atoll.experiments.flops import training_flops
@@ -43,11 +38,12 @@ from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_res
 from atoll.partition.partition import partition
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
-from atoll.processes import die_with_parent
 from atoll.storage import reason_of, write_json, write_text
 
 
-def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progress: bool = True) -> dict[str, Any]:
+def reproduce(
+    names: Sequence[str], data: str, out: Path, recipe: Recipe, engine: Engine | None = None, progress: bool = True
+) -> dict[str, Any]:
     """Trains, assembles, judges and tells; returns what results.json says.
 
     `data` is a folder that `atoll prepare` has made, or the name of a set, which is then fetched and prepared in `out`.
@@ -70,7 +66,7 @@ def reproduce(names: Sequence[str], data: str, out: Path, recipe: Recipe, progre
     with begun(out, "recipe.json", settings):
         if data in sets:
             folder = recipe.data.make(data, out, progress)
-        return _run(seeds, folder, out, recipe, progress)
+        return _run(seeds, folder, out, recipe, engine or Local(recipe.expert.device), progress)
 
 
 Node = tuple[Path, int | None, Contender | None]
@@ -79,15 +75,17 @@ Figures = tuple[dict[str, Any], Images]
 """What a process tells of it: as results.json does, and the first images."""
 
 
-def _run(seeds: Sequence[Mapping[str, Study]], data: Path, out: Path, recipe: Recipe, progress: bool) -> dict[str, Any]:
+def _run(
+    seeds: Sequence[Mapping[str, Study]], data: Path, out: Path, recipe: Recipe, engine: Engine, progress: bool
+) -> dict[str, Any]:
     """Sees the studies of all seeds through."""
     rows = [row for studies in seeds for study in studies.values() for row in study.rows]
     models = list(dict.fromkeys(row.model for row in rows))
     for folder in sorted({model.data for model in models}):
         _partition(data, folder, recipe.plan.balance, progress)
-    train(models, recipe.expert.device, progress)
+    train(models, engine, progress)
     assemble_all(models)
-    measured = _measure([study for studies in seeds for study in studies.values()], out, recipe, progress)
+    measured = _measure([study for studies in seeds for study in studies.values()], out, recipe, engine, progress)
     card, lab, num = DatasetCard.read(data), Lab(out, recipe), recipe.plan.num_experts
     parts = {"monolith": lab.part("fm", num), "router": lab.part("router", num)}  # experts have the monolith's FLOPs
     results = {
@@ -124,26 +122,17 @@ def _partition(data: Path, folder: Path, balance: float | None, progress: bool) 
     staged.rename(folder)
 
 
-def _measure(studies: Sequence[Study], out: Path, recipe: Recipe, progress: bool) -> dict[Node, Figures]:
-    """Measures each row of each seed once, however many tables it is in, by one process per slot."""
+def _measure(
+    studies: Sequence[Study], out: Path, recipe: Recipe, engine: Engine, progress: bool
+) -> dict[Node, Figures]:
+    """Measures each row of each seed once, however many tables it is in."""
     real = dict.fromkeys(map(_node, studies))
     rows = dict.fromkeys(_node(study, row) for study in studies for row in study.rows)
-    slots, context = find_slots(recipe.expert.device)[: len(rows)], get_context("spawn")
-    environments = context.SimpleQueue()
-    for slot in slots:
-        environments.put(dict(slot))
     measure = partial(_measure_node, out / "evaluation", recipe.plan.metrics(recipe.expert.device))
     measured: dict[Node, Figures] = {}
-    try:
-        with ProcessPoolExecutor(len(slots), context, _begin, (environments,)) as pool:
-            for nodes in (real, rows):  # what all are compared with is there before it is needed
-                figures = tqdm(pool.map(measure, nodes), "judging", len(nodes), disable=not progress)
-                measured |= zip(nodes, figures, strict=True)
-    except BrokenProcessPool as error:
-        raise InputError(
-            "a process that judges was killed, perhaps for lack of memory: rerun the same command to resume, or have "
-            "fewer images at a time, by `batch` in [study]"
-        ) from error
+    for nodes in (real, rows):  # what all are compared with is there before it is needed
+        figures = tqdm(engine.map(measure, nodes), "judging", len(nodes), disable=not progress)
+        measured |= zip(nodes, figures, strict=True)
     return measured
 
 
@@ -166,14 +155,6 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
 
 
 # --- processes that measure ------------------------------------------------------------------------------------------
-
-
-def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:
-    """Begins a process that judges: it has a GPU of its own where there are any, and ends when its parent does."""
-    os.environ.update(environments.get())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    torch.set_num_threads(1)
-    die_with_parent()
 
 
 @cache

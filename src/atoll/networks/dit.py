@@ -95,6 +95,14 @@ class TextContext(NamedTuple):
     prior_mean: Tensor | None = None  # [B, C, S, S], what the text says by itself: for calibration, not for the network
 
 
+class TextTokens(NamedTuple):
+    """A text whose keys and values each block has yet to compute."""
+
+    embedded: Tensor  # [B, L, d], or [all real tokens, d]
+    places: Tensor | None  # [B, L], where real tokens go if there is nothing else among them
+    mask: Tensor | None  # of a TextContext
+
+
 class SelfAttention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -115,6 +123,14 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
+
+    def read(self, text: TextTokens) -> tuple[Tensor, Tensor]:
+        """Returns keys and values, [B, H, L, d/H] each."""
+        kv = self.kv(text.embedded)  # [..., 2d]
+        if text.places is not None:
+            kv = kv.new_zeros(*text.places.shape, kv.shape[-1]).masked_scatter(text.places[..., None], kv)  # [B, L, 2d]
+        keys, values = kv.unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return keys, values
 
     def forward(self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         q = self.q(h).unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, d/H]
@@ -142,13 +158,21 @@ class Block(nn.Module):
         inner = int(width * config.mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(approximate="tanh"), nn.Linear(inner, width))
 
-    def forward(self, h: Tensor, time: Tensor, text: tuple[Tensor, Tensor, Tensor | None] | None) -> Tensor:
+    def read_text(self, text: TextTokens) -> tuple[Tensor, Tensor]:
+        assert self.cross is not None
+        return self.cross.read(text)
+
+    def forward(
+        self, h: Tensor, time: Tensor, text: tuple[Tensor, Tensor, Tensor | None] | TextTokens | None
+    ) -> Tensor:
         """`time` is c of Eq. 14, [B, 6, d], or what a block with a map of its own takes, [B, d]."""
         six = self.time_block(time).unflatten(1, (6, -1)) if self.own_time else time + self.modulation  # [B, 6, d]
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = six.unsqueeze(2).unbind(1)  # [B, 1, d]
         h = torch.addcmul(h, gate, self.attention(modulated_norm(h, shift, scale)))
         if self.cross is not None:
             assert text is not None
+            if isinstance(text, TextTokens):
+                text = (*self.cross.read(text), text.mask)
             h = h + self.cross(plain_norm(h) if self.cross_norm else h, *text)
         inputs = modulated_norm(h, mlp_shift, mlp_scale)
         if self.local is not None:
@@ -210,6 +234,7 @@ class Trunk(Stored):
                 self.text_embed = nn.Sequential(self.text_embed, act, nn.Linear(width, width))
         self.blocks: Sequence[Block] = nn.ModuleList(Block(config) for _ in range(config.depth))  # type: ignore[assignment]
         self.gradient_checkpointing = False
+        self.is_sharded = False  # then a block's weights are whole only while it runs, and it reads the text itself
 
     def reset_parameters(self) -> None:
         """Draws fresh weights, as PixArt-alpha starts: near the identity, and deaf to the text."""
@@ -236,7 +261,12 @@ class Trunk(Stored):
             self.positions.copy_(sincos_positions(width, self.config.input_size // self.config.patch_size))
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
-        """Returns each block's keys and values for tokens[B, L, text_dim], mask[B, L] True where there is a token.
+        """Returns each block's keys and values for tokens[B, L, text_dim], mask[B, L] True where there is a token."""
+        text = self.embed_text(tokens, mask)
+        return TextContext(tuple(block.read_text(text) for block in self.blocks), text.mask)
+
+    def embed_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextTokens:
+        """Returns what blocks compute keys and values from.
 
         On the CPU, where a look at the mask costs nothing, no work is done on padding: the projections see only real
         tokens, attention only the longest text. On a GPU a look would stall it: cut texts before they are sent there.
@@ -256,27 +286,17 @@ class Trunk(Stored):
             if bool(mask.all()):
                 mask, packed = None, False  # there is nothing to hide
         real = tokens[mask] if packed else tokens  # [all real tokens, text_dim] or [B, L, text_dim]
-        real = self.text_embed(real)  # [..., d]
-
-        def keys_values(block: Block) -> tuple[Tensor, Tensor]:
-            assert block.cross is not None
-            kv = block.cross.kv(real)  # [..., 2d]
-            if mask is not None and packed:
-                kv = kv.new_zeros(*mask.shape, kv.shape[-1]).masked_scatter(mask[..., None], kv)  # [B, L, 2d]
-            keys, values = kv.unflatten(2, (2, self.config.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, L, d/H]
-            return keys, values
-
         mask_of_keys = None if mask is None else mask[:, None, None]  # [B, 1, 1, L]
-        return TextContext(tuple(keys_values(block) for block in self.blocks), mask_of_keys)
+        return TextTokens(self.text_embed(real), mask if packed else None, mask_of_keys)
 
-    def run_blocks(self, h: Tensor, t: Tensor, text: TextContext | None) -> tuple[Tensor, Tensor]:
+    def run_blocks(self, h: Tensor, t: Tensor, text: TextContext | TextTokens | None) -> tuple[Tensor, Tensor]:
         """Returns h[B, tokens, d] after all blocks, and tau(t)[B or 1, d]."""
         tau = self.time_embed(t.reshape(-1))
         time = F.silu(tau)  # [B or 1, d]
         if self.time_block is not None:
             time = self.time_block(time).unflatten(1, (6, -1))  # c of Eq. 14: [B or 1, 6, d]
         for i, block in enumerate(self.blocks):
-            own_text = None if text is None else (*text.keys_values[i], text.mask)
+            own_text = (*text.keys_values[i], text.mask) if isinstance(text, TextContext) else text
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 h = checkpoint(block, h, time, own_text, use_reentrant=False)
             else:
@@ -290,13 +310,17 @@ class Trunk(Stored):
         patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, N, C p p]
         return self.patch_embed(patches) + self.positions  # [B, N, d]
 
-    def take(self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None) -> TextContext | None:
+    def take(
+        self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None
+    ) -> TextContext | TextTokens | None:
         """Checks the arguments of a forward pass, and reads the text if that has not been done."""
         size, channels = self.config.input_size, self.config.in_channels
         right = x.dim() == 4 and x.shape[1:] == (channels, size, size)
         assert right, f"x must have shape [batch, {channels}, {size}, {size}], but has {list(x.shape)}"
         assert t.shape in ((), (1,), (len(x),)), f"t must be one time or {len(x)}, but has shape {list(t.shape)}"
         check_times(t)
+        if isinstance(text, Tensor) and self.is_sharded:
+            return self.embed_text(text, mask)
         if isinstance(text, Tensor):
             text = self.read_text(text, mask)
         if text is None:

@@ -12,6 +12,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "b": {"hidden_size": 768, "depth": 12, "num_heads": 12},  # 119M
     "l": {"hidden_size": 1024, "depth": 24, "num_heads": 16},  # 411M
     "xl": {"hidden_size": 1152, "depth": 28, "num_heads": 16},  # 606M, the paper's expert
+    "3b": {"hidden_size": 2304, "depth": 36, "num_heads": 32},  # 3.1B, the size of DDM's largest experts
 }
 
 

@@ -5,16 +5,17 @@ checkpoint is one safetensors file, so it is there whole or not at all.
 """
 
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from atoll.cards import hash_of
@@ -24,6 +25,7 @@ from atoll.errors import InputError, printable, shown
 from atoll.storage import open_regular, parse_json, read_json, real_path, reason_of, write_json, write_whole
 from atoll.tensors import DTYPES, TensorFile
 from atoll.training.settings import Settings, refuse_another
+from atoll.training.sharding import Shard, whole
 
 FORMAT = 1
 PARTS = ("weights", "averaged", "moment1", "moment2")  # of the tensors' names; the EMA weights are "averaged" on disk
@@ -113,11 +115,19 @@ def saved(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch("[0-9]{9,12}", path.stem))
 
 
-def save(folder: Path, tensors: Mapping[str, Tensor], progress: Progress, settings: Settings) -> None:
-    """Writes a checkpoint; removes those that need not be kept, and what a process killed while it wrote has left."""
-    values = asdict(progress)
-    metadata = {"format": str(FORMAT), "progress": json.dumps(values), "sha256": fingerprint(tensors, values)}
-    write_whole(path_of(folder, progress.step), lambda staged: save_file(dict(tensors), staged, metadata))
+def save(
+    folder: Path, tensors: Mapping[str, Tensor | Shard], progress: Progress, settings: Settings, writes: bool = True
+) -> None:
+    """Writes a checkpoint; removes those that need not be kept, and what a process killed while it wrote has left.
+
+    Tensors pass through memory one at a time. Of several processes one `writes`; those that share out tensors call
+    this together.
+    """
+    if not writes:
+        for name in sorted(tensors):
+            whole(tensors[name])
+        return
+    write_whole(path_of(folder, progress.step), lambda staged: _write(staged, tensors, asdict(progress)))
     every, paths = settings.keep_every, saved(folder)[: -settings.keep_last]
     old = [path for path in paths if every is None or int(path.stem) % every]
     for path in (*old, *folder.glob(".*.safetensors.tmp")):
@@ -125,7 +135,51 @@ def save(folder: Path, tensors: Mapping[str, Tensor], progress: Progress, settin
             path.unlink()
 
 
-def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
+def _write(staged: Path, tensors: Mapping[str, Tensor | Shard], values: Mapping[str, Any]) -> None:
+    """Writes a safetensors file, whose header has the hash of what follows it."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries, end = dict[str, Any](), 0
+    for name in sorted(tensors):
+        start, tensor = end, tensors[name]
+        end += math.prod(tensor.shape) * tensor.dtype.itemsize
+        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+
+    def header(sha256: str) -> bytes:
+        metadata = {"format": str(FORMAT), "progress": json.dumps(values), "sha256": sha256}
+        content = json.dumps({"__metadata__": metadata, **entries}).encode()
+        content += b" " * (-len(content) % 8)
+        return len(content).to_bytes(8, "little") + content
+
+    with staged.open("xb") as file:
+
+        def write(name: str) -> Tensor:
+            tensor = whole(tensors[name]).cpu().contiguous()
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            return tensor
+
+        file.write(header("0" * 64))
+        sha256 = fingerprint(_Passing(tensors, write), values)
+        file.seek(0)
+        file.write(header(sha256))
+
+
+class _Passing(Mapping[str, Tensor]):
+    """Tensors of which each is got when it is asked for, and not kept."""
+
+    def __init__(self, names: Iterable[str], get: Callable[[str], Tensor]) -> None:
+        self.names, self.get_tensor = list(names), get
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def resume(folder: Path, into: Mapping[str, Tensor | Shard]) -> Progress | None:
     """Loads the latest checkpoint that can be read; returns None if there are none."""
     paths = saved(folder)
     for path in reversed(paths):
@@ -138,7 +192,7 @@ def resume(folder: Path, into: Mapping[str, Tensor]) -> Progress | None:
     return None
 
 
-def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
+def load(path: Path, into: Mapping[str, Tensor | Shard]) -> Progress:
     """Copies a checkpoint's tensors, one at a time, into those of a run, which keep their places in memory."""
     with TensorFile(path, "the run cannot be resumed from it") as file:
         metadata = file.metadata
@@ -151,10 +205,15 @@ def load(path: Path, into: Mapping[str, Tensor]) -> Progress:
             theirs = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in file.entries.items()}
             if theirs != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()}:
                 raise ValueError("it is of another network")
-            for name, tensor in into.items():
-                tensor.copy_(file.read([name])[name])
+
+            def read(name: str) -> Tensor:
+                tensor = file.read([name])[name]
+                into[name].copy_(tensor)
+                return tensor
+
             # Checkpoints of earlier versions have no hash.
-            if metadata.get("sha256", "") not in ("", fingerprint(into, asdict(progress))):
+            sha256 = fingerprint(_Passing(into, read), asdict(progress))
+            if metadata.get("sha256", "") not in ("", sha256):
                 raise ValueError("its hash is another")
         except (KeyError, ValueError) as error:
             raise InputError(f"the checkpoint {path} cannot be resumed from ({reason_of(error)})") from error

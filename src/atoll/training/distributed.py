@@ -32,20 +32,27 @@ class Distributed:
         if settings.batch % self.size:
             raise InputError(f"a batch of {settings.batch} cannot be shared by {self.size} processes: change --batch")
         num = settings.batch // self.size
+        self.is_sharded = settings.shard and self.size > 1
         self.share = slice(self.rank * num, (self.rank + 1) * num)
         if self.device.type == "cpu":
             torch.set_num_threads(settings.threads)
 
     def wrap(self, network: nn.Module) -> nn.Module:
         """Returns the network such that backward passes average gradients over processes."""
-        return network if self._accelerator is None else self._accelerator.prepare_model(network)
+        return network if self._accelerator is None or self.is_sharded else self._accelerator.prepare_model(network)
 
     def no_sync(self, network: nn.Module, unless: bool) -> Any:
         """For a backward pass whose gradients are only averaged with those of the last micro-batch."""
-        return nullcontext() if unless or self._accelerator is None else self._accelerator.no_sync(network)
+        if unless or self._accelerator is None or self.is_sharded:  # whole gradients would not fit
+            return nullcontext()
+        return self._accelerator.no_sync(network)
 
     def mean(self, values: Tensor) -> Tensor:
         return values if self._accelerator is None else self._accelerator.reduce(values, "mean")
+
+    def norm(self, norm: Tensor) -> Tensor:
+        """Returns the norm of gradients from that of this process's, which are part of them if they are sharded."""
+        return (self.mean(norm.square()) * self.size).sqrt() if self.is_sharded else norm
 
     def any(self, flag: bool, asks: bool = True) -> bool:
         """Returns whether the flag is set in any process; False if there are others and now is not the time to ask."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from atoll.errors import InputError, printable
+from atoll.networks.dit import Trunk
 from atoll.plots.canvas import save_image
 from atoll.processes import stop_signals
 from atoll.training import checkpoint
@@ -30,6 +31,7 @@ from atoll.training.memory import Heap
 from atoll.training.metrics_log import MetricsLog
 from atoll.training.muon import Muon
 from atoll.training.settings import Settings
+from atoll.training.sharding import Shard, shard
 from atoll.training.tally import Tally
 from atoll.training.task import Batch, Batches, Task
 
@@ -71,9 +73,12 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         if is_main:
             checkpoint.write_run(folder, {**about, "complete": False})
 
+        is_sharded = distributed.is_sharded  # then all processes save and evaluate together
+
         def save() -> None:
-            if is_main and progress.bad_in_a_row == 0 and learner.is_finite():  # so all are good to go back to
-                checkpoint.save(checkpoints, learner.tensors(), progress, settings)
+            if not (is_main or is_sharded) or progress.bad_in_a_row or not learner.is_finite():
+                return  # so all are good to go back to
+            checkpoint.save(checkpoints, learner.tensors(), progress, settings, writes=is_main)
 
         if resumed is None:
             save()  # an unwritable place or a full disk shows now, and there is a checkpoint to roll back to
@@ -132,7 +137,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             for path in checkpoint.saved(checkpoints):
                                 if int(path.stem) > progress.step:
                                     path.unlink()
-                            save()
+                        save()
+                        if is_main:
                             log.rewind(progress.step)
                             log.write({"step": progress.step, "rolled_back_from": step, "skipped": skipped})
                             print(printable(f"atoll: {problem}: going back to step {progress.step}"), file=sys.stderr)
@@ -145,11 +151,11 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             speed = f"{line['samples_per_second']:.0f} samples/s"
                             bar.set_postfix_str(f"loss {line['loss']:.4f}, {speed}", refresh=False)
                         sample = settings.sample_every > 0 and (step % settings.sample_every == 0 or last)
-                        if is_main and (step % settings.eval_every == 0 or sample or last):
+                        if (is_main or is_sharded) and (step % settings.eval_every == 0 or sample or last):
                             with learner.using_ema():
                                 metrics, grid = task.evaluate(sample)
                             log.write({"step": step, **metrics})
-                            if grid is not None:
+                            if grid is not None and is_main:
                                 save_image(grid, folder / "samples" / f"{step:09d}.png")
                                 log.show("samples", grid, step)
                         if step % settings.save_every == 0 or last:
@@ -161,7 +167,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                     stop = distributed.any(bool(signals), asks=looks)  # all processes stop at one step
             except InputError:
                 tally.look(progress)
-                save()
+                if not is_sharded:  # the others may not have come to this
+                    save()
                 raise
             except torch.OutOfMemoryError as error:
                 raise InputError(
@@ -177,6 +184,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                 raise KeyboardInterrupt
             end = f"stopped at step {progress.step} of {settings.steps}, rerun the same command to resume"
             return [f"{folder}: {end}"] if is_main else []
+        if is_sharded:
+            task.network = learner.gather_ema()
         if not is_main:
             return []
         training = {
@@ -186,9 +195,9 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
             "skipped": progress.skipped,
             "rollbacks": progress.rollbacks,
             "processes": distributed.size,
-            "parameters": sum(p.numel() for p in learner.weights),
+            "parameters": sum(p.numel() for p in task.network.parameters() if p.requires_grad),
         }
-        with learner.using_ema():
+        with nullcontext() if is_sharded else learner.using_ema(), torch.no_grad():
             lines = task.finish(folder, training)
         checkpoint.write_run(folder, {**about, "complete": True, "steps_done": progress.step})
         minutes, seconds = divmod(round(progress.seconds), 60)
@@ -211,11 +220,16 @@ class Learner:
     def __init__(self, task: Task, settings: Settings, distributed: Distributed) -> None:
         self.task, self.settings, self.distributed = task, settings, distributed
         device = distributed.device
+        if distributed.is_sharded:
+            shard(task.network, device, distributed.size)
         self.network = task.network.to(device).train()
         self.network.gradient_checkpointing = settings.checkpointing
         named = [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
+        self.shared: list[Any] = [p for _, p in named] if distributed.is_sharded else []  # of which we have some rows
+        if self.shared:
+            named = [(name, p.to_local().detach()) for name, p in named]  # type: ignore[attr-defined]
         self.names = [name for name, _ in named]
-        self.weights: list[Tensor] = [p for _, p in named]
+        self.weights: list[Tensor] = [p for _, p in named]  # or this process's rows of them
         self.ema = [p.detach().clone() for p in self.weights]
         self.muon = Muon(dict(named) if settings.optimizer == "muon" else {})
         self.by_adamw = {name: p for name, p in named if name not in self.muon.weights}
@@ -246,7 +260,10 @@ class Learner:
                     loss = self.task.loss(self.wrapped, batch.part(part), host.part(part)).sum() / num
                 loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.weights, self.settings.clip)
+        for rows, p in zip(self.weights, self.shared, strict=False):
+            rows.grad = p.grad.to_local()
+        norm = self.distributed.norm(nn.utils.get_total_norm([p.grad for p in self.weights if p.grad is not None]))
+        nn.utils.clip_grads_with_norm_(self.weights, self.settings.clip, norm)
         return self.distributed.mean(torch.stack([total, norm.detach()]))
 
     def update(self, lr: float, decay: float, skip: Tensor | None = None) -> None:
@@ -257,12 +274,13 @@ class Learner:
         self.optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name by which gradient scalers say it
         self.optimizer.step()
         torch._foreach_lerp_(self.ema, self.weights, 1 - decay)
-        for p in self.weights:
+        for p in (*self.weights, *self.shared):
             p.grad = None
         self.heap.tidy()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | Shard]:
         """Returns all that is learned, by its name in a checkpoint."""
+        laid_out = dict(zip(self.names, self.shared, strict=False))
         first, second = (
             {name: self.optimizer.state[p][key] for name, p in self.by_adamw.items()}
             for key in ("exp_avg", "exp_avg_sq")
@@ -270,7 +288,7 @@ class Learner:
         weights = {name: p.detach() for name, p in zip(self.names, self.weights, strict=True)}
         parts = (weights, dict(zip(self.names, self.ema, strict=True)), first | self.muon.momenta, second)
         return {
-            f"{part}.{name}": tensors[name]
+            f"{part}.{name}": Shard(tensors[name], laid_out[name]) if laid_out else tensors[name]
             for part, tensors in zip(checkpoint.PARTS, parts, strict=True)
             for name in self.names
             if name in tensors
@@ -282,7 +300,22 @@ class Learner:
             self.optimizer.state[p]["step"].fill_(num)
 
     def is_finite(self) -> bool:
-        return bool(torch.stack([torch.isfinite(w).all() for w in self.weights]).all())
+        finite = bool(torch.stack([torch.isfinite(w).all() for w in self.weights]).all())
+        return not self.distributed.any(not finite) if self.shared else finite
+
+    def gather_ema(self) -> Trunk:
+        """Returns a whole network with the EMA weights from processes that share it out; the moments are given up."""
+        self.optimizer.state.clear()
+        rows = dict(zip(self.names, self.ema, strict=True))
+        laid_out: dict[str, Any] = dict(self.network.named_parameters())
+        with torch.device("meta"):
+            network = type(self.network)(self.network.config)
+        for name, p in laid_out.items():
+            tensor = Shard(rows.get(name, p.to_local()), p).whole().detach()
+            if self.distributed.is_main:
+                network.load_state_dict({name: tensor}, strict=False, assign=True)
+        network.card = self.network.card
+        return network.eval()
 
     @contextmanager
     def using_ema(self) -> Iterator[None]:
@@ -290,7 +323,12 @@ class Learner:
 
         def swap() -> None:
             for i, p in enumerate(self.weights):
-                p.data, self.ema[i] = self.ema[i], p.data
+                if self.shared:  # FSDP knows its weights by where they are
+                    ema = self.ema[i].clone()
+                    self.ema[i].copy_(p)
+                    p.copy_(ema)
+                else:
+                    p.data, self.ema[i] = self.ema[i], p.data
 
         self.heap.give_back()
         swap()

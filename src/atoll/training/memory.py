@@ -101,7 +101,12 @@ def predict(
     holes = round(HOLES[device_type] * update)
     if device_type == "cpu":
         holes = 0 if settings.checkpointing else holes + min(update, HEAP_TOP)
-    holes += gradients if processes > 1 else 0
+    if processes > 1 and settings.shard:  # rows of all, and a block that runs, the next one, and its gradients, whole
+        block = sum(4 * p.numel() for p in network.blocks[0].parameters())
+        weights //= processes
+        update += 3 * block - gradients + gradients // processes
+    elif processes > 1:
+        holes += gradients  # buckets
     return Memory(base, frozen, weights, update, holes, round((1 + HOLES[device_type]) * drawing))
 
 

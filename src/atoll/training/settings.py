@@ -37,8 +37,8 @@ class Settings:
     """What every run has, be it an expert's, the monolith's or the router's."""
 
     model: str = "mini"
-    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. With :local after that,
-    blocks have convolutions too, which helps in short runs on 8 x 8 tokens and more."""
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. With :local after
+    that, blocks have convolutions too, which helps in short runs on 8 x 8 tokens and more."""
     steps: int = 5000
     """Updates of the weights."""
     batch: int = 64
@@ -68,6 +68,8 @@ class Settings:
     """Share of captions replaced by the null text, for guidance."""
     checkpointing: bool = False
     """Keep no activations within blocks, and compute them again: less memory, a third more time."""
+    shard: bool = False
+    """Share out weights, gradients and moments to the processes (FSDP2), for models that do not fit one GPU."""
     precision: str = "auto"
     """fp32, bf16 (autocast), or auto: bf16 where the GPU has it."""
     compile: bool = False
@@ -103,6 +105,8 @@ class Settings:
             if value is not None and not low <= value <= high:
                 raise InputError(f"{name} must be from {low:g} to {high:g}, but is {shown(value)}")
         check_choices(self, **self.choices)
+        if self.shard and (self.compile or self.optimizer == "muon"):
+            raise InputError("--shard is for AdamW without torch.compile: leave --compile and --optimizer muon out")
 
     def lr_at(self, step: int, width: int) -> float:
         """Returns the learning rate of the update after `step` of them."""
@@ -180,7 +184,7 @@ class DistillSettings(Settings):
     """A student's run: it learns flow matching, whatever its teachers have learned."""
 
     model: Annotated[str, tyro.conf.arg(name="student", aliases=("--model",))] = "mini"
-    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: b/2 is a fifth of the paper's expert."""
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: b/2 is a fifth of the paper's expert."""
     objective: str = "fm"
     """fm, or fm-logit-normal for more times in the middle."""
     teacher: str = "label"
@@ -198,11 +202,11 @@ class DistillSettings(Settings):
 
 
 MAY_CHANGE = (
-    *("steps", "device", "threads", "micro_batch", "checkpointing", "compile", "max_resident"),
+    *("steps", "device", "threads", "micro_batch", "checkpointing", "shard", "compile", "max_resident"),
     *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
 )
 """What may differ when a run is resumed, steps only at a constant rate; all else would make it another run.
-Micro-batches round otherwise, no more."""
+Micro-batches and processes round otherwise, no more."""
 
 # Of a recipe; the others are for `atoll reproduce` alone.
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}

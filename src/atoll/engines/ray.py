@@ -1,0 +1,205 @@
+"""The Ray engine: the same jobs on the nodes of a cluster, where Ray finds room for them.
+
+Each job has an actor, which holds the job's resources and starts its process on its node. If actor or node die, the
+process saves a checkpoint if it still can and ends, and the job starts again elsewhere.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from atoll.engines.engine import GRACE, USUAL, Item, Job, Look, Resources, Result, Run, run_jobs
+from atoll.engines.local import LocalProcess, in_order
+from atoll.errors import InputError
+from atoll.storage import alone, reason_of
+
+LOST = -1  # the exit code of a process whose actor or node is gone
+PATIENCE = 120.0  # seconds for a node to say what is installed there
+
+
+class Ray:
+    """A Ray cluster: jobs run where their resources are, map's items on all nodes."""
+
+    def __init__(self, address: str | None = None, device: str = "auto", at_a_time: int | None = None) -> None:
+        from atoll.encoders.pretrained import require  # not above: actors, which need no torch, would wait for it
+
+        self.ray, self.device, self.at_a_time = require("ray", "ray"), device, at_a_time
+        if not self.ray.is_initialized():
+            self._connect(address)
+        self._check_nodes()
+
+    def _connect(self, address: str | None) -> None:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            self.ray.init(address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="error")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            where, reason = f"at {address}" if address else "on this machine", str(error).splitlines()[0][:200]
+            raise InputError(
+                f"there is no Ray cluster {where} ({reason}): start one by `ray start --head`, or give its --address"
+            ) from error
+
+    def _check_nodes(self) -> None:
+        """Refuses a cluster with a node that would train something else, or nothing."""
+        wanted = {"Python": platform.python_version(), "torch": version("torch"), "atoll": version("atoll")}
+
+        def find() -> dict[str, str]:  # travels by value: a node may have nothing of ours
+            import importlib.metadata
+            import platform
+
+            versions = {"Python": platform.python_version()}
+            for name in ("torch", "atoll"):
+                try:
+                    versions[name] = importlib.metadata.version(name)
+                except importlib.metadata.PackageNotFoundError:
+                    versions[name] = ""
+            return versions
+
+        strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        task = self.ray.remote(find)
+        answers = [
+            task.options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False)).remote()
+            for node in nodes
+        ]
+        for node, answer in zip(nodes, answers, strict=True):
+            try:
+                versions = self.ray.get(answer, timeout=PATIENCE)
+            except self.ray.exceptions.RayError:
+                continue  # a node that is gone by now is asked for nothing
+            for name, needed in wanted.items():
+                if versions[name] != needed:
+                    has = f"{name} {versions[name]}" if versions[name] else f"no {name}"
+                    raise InputError(
+                        f"the node {node['NodeManagerAddress']} has {has}, and here it is {needed}: install the same "
+                        "version on every node"
+                    )
+
+    def _needed(self, resources: Resources) -> dict[str, float]:
+        """Returns what Ray reserves for a job; refuses what no node has."""
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        has_gpus = self.device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
+        gpus = int(has_gpus) if resources.gpus is None else resources.gpus
+        if not any(node.get("CPU", 0) >= resources.cpus and node.get("GPU", 0) >= gpus for node in nodes):
+            there = "; ".join(
+                sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes})
+            )
+            raise InputError(
+                f"a job asks for {resources.cpus} CPUs and {gpus} GPUs, and no node of the cluster has them (there are "
+                f"nodes with {there}): ask for less, or add a node"
+            )
+        return {"num_cpus": resources.cpus, "num_gpus": gpus}
+
+    def run(self, jobs: Sequence[Job], progress: bool = True) -> list[Run]:
+        reserved = {job.name: self._needed(job.resources) for job in jobs}
+        here = Path.cwd()
+        processes: list[RayProcess] = []
+
+        def start(job: Job, note: str) -> RayProcess | None:
+            if self.at_a_time is not None and sum(not process.has_ended for process in processes) >= self.at_a_time:
+                return None
+            job = replace(job, folder=here / job.folder)
+            processes.append(RayProcess(self.ray, job, note, here, reserved[job.name]))
+            return processes[-1]
+
+        return run_jobs(jobs, start, progress)
+
+    def map(
+        self, function: Callable[[Item], Result], items: Iterable[Item], resources: Resources = USUAL
+    ) -> Iterator[Result]:
+        needed = self._needed(resources)
+        ahead = 2 * max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
+        task = self.ray.remote(_call).options(**needed, max_retries=-1)
+        here, shared = str(Path.cwd()), self.ray.put(function)
+
+        def result(reference: Any) -> Any:
+            try:
+                return self.ray.get(reference)
+            except self.ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, InputError) else error from None
+
+        yield from in_order(lambda item: task.remote(here, shared, item), result, items, ahead)
+
+
+def _call(folder: str, function: Callable[[Item], Result], item: Item) -> Result:
+    """Runs on a node: the function, in the folder that relative paths are meant in."""
+    import torch
+
+    torch.set_num_threads(1)
+    with suppress(OSError):
+        os.chdir(folder)
+    return function(item)
+
+
+class Actor:
+    """Runs on a node: a job's process, and what can be seen of it."""
+
+    def start(self, job: Job, note: str, here: Path, python: str) -> Look:
+        with suppress(OSError):
+            os.chdir(here)  # a node that does not share the folder has absolute paths alone
+        command = [sys.executable if word == python else word for word in job.command]
+        _wait_until_free(job.folder)
+        self.process = LocalProcess(replace(job, command=command), {}, note)
+        return self.look()
+
+    def look(self) -> Look:
+        return self.process.look()
+
+    def send(self, number: int) -> None:
+        self.process.send(number)
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Waits for the process of a lost actor, which is given time to save a checkpoint."""
+    deadline = time.monotonic() + GRACE
+    while folder.exists() and time.monotonic() < deadline:
+        try:
+            with alone(folder):
+                return
+        except InputError:
+            time.sleep(0.1)
+
+
+class RayProcess:
+    """A job's process, wherever it is: what its actor last said of it."""
+
+    def __init__(self, ray: Any, job: Job, note: str, here: Path, needed: Mapping[str, float]) -> None:
+        self.ray, self.has_ended = ray, False
+        self._actor = ray.remote(Actor).options(**needed).remote()
+        self._answer = self._actor.start.remote(job, note, here, sys.executable)
+        self._seen: Look | None = None
+
+    def look(self) -> Look | None:
+        ready, _ = self.ray.wait([self._answer], timeout=0)
+        if ready and not self.has_ended:
+            try:
+                self._seen = self.ray.get(self._answer)
+            except self.ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, OSError):
+                    raise
+                self._seen = Look(2, {}, False, f"cannot be started: {reason_of(error.cause)}")
+            except self.ray.exceptions.RayError as error:
+                reason = str(error).strip().splitlines()[-1].strip()
+                self._seen = Look(LOST, {}, False, "", f"lost with its worker or node ({reason[:300]})")
+            if self._seen.code is None:
+                self._answer = self._actor.look.remote()
+            else:
+                self._end(self._seen)
+        return self._seen
+
+    def _end(self, look: Look) -> None:
+        """Gives the resources back."""
+        self._seen, self.has_ended = look, True
+        self.ray.kill(self._actor)
+
+    def send(self, number: int) -> None:
+        if self._seen is None:  # it has not begun
+            self._end(Look(LOST, {}, False, "", "stopped"))
+        else:
+            self._actor.send.remote(number)

@@ -1,0 +1,26 @@
+"""Ray clusters on this machine, whose nodes are processes that can be added and killed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+
+
+@contextmanager
+def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
+    """Yields a cluster of so many nodes with two logical CPUs each, and ends it."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    node = {**NODE, **options}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        for _ in range(nodes - 1):
+            cluster.add_node(**node)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
