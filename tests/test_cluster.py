@@ -64,8 +64,7 @@ class TestShort:
 
 
 class TestMistakes:
-    def test_no_cluster(self, monkeypatch):
-        monkeypatch.setenv("RAY_raylet_start_wait_time_s", "2")
+    def test_no_cluster(self):
         with pytest.raises(InputError, match=r"there is no Ray cluster at 127\.0\.0\.1:1 .*: start one by `ray start"):
             EngineSettings("ray", "127.0.0.1:1").open()
 
