@@ -1,5 +1,6 @@
 """Ray clusters on this machine, whose nodes are processes that can be added and killed."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     node = {**NODE, **options}
+    os.environ["RAY_worker_niceness"] = "0"  # or whatever else this machine does comes first
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         for _ in range(nodes - 1):
