@@ -1,6 +1,5 @@
 """Ray clusters on this machine, whose nodes are processes that can be added and killed."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,9 @@ def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     node = {**NODE, **options}
-    os.environ["RAY_worker_niceness"] = "0"  # or whatever else this machine does comes first
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    system = {"worker_niceness": 0}  # or whatever else this machine does comes first
+    head = {**node, "include_dashboard": False, "_system_config": system}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes - 1):
             cluster.add_node(**node)

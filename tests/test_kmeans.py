@@ -21,6 +21,7 @@ from atoll.partition.kmeans import (
     Centroids,
     _finish,
     _Points,
+    _stream_pass,
     assign,
     capacity_of,
     find_nearest,
@@ -113,17 +114,31 @@ def test_the_seed_decides_and_the_chunk_does_not(monkeypatch):
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-def test_reading_is_bounded(metric, monkeypatch):
+def test_reading_is_bounded(metric):
     rows = OnDisk(60_000, 16)
-    monkeypatch.setattr(clustering, "MEMORY", 8000 * 16 * 4)
     found = kmeans(rows, 8, metric=metric)
     assert rows.largest <= 4096
-    assert rows.total == 1 + 8000 + 60_000, "the width, the sample, and one pass for the assignment"
+    assert rows.total == 1 + 4 * 4096 + 3 * 60_000, "the width, the sample, two passes, and one for the assignment"
     assert found.sizes.tolist() == [7500] * 8
     rows.largest = 0
     _, labels = hierarchical(rows, 4, fine=16, metric=metric, cap=1.2)
     measure(rows, labels, 4, metric=metric)
     assert rows.largest <= 4096
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_a_streamed_pass_is_lloyds(metric):
+    """Computed by its definition, from centroids one of which no row is nearest to."""
+    x = torch.from_numpy(mixture(9000, 8, 10))
+    x = torch.nn.functional.normalize(x) if metric == "cosine" else x
+    start = torch.cat([x[:9], torch.full((1, 8), 50.0)])
+    moved = _stream_pass(x, start.clone(), metric, False)
+    labels = torch.cdist(x.double(), start.double()).argmin(1)
+    means = torch.stack([x[labels == k].double().mean(0) for k in range(9)])
+    means = torch.nn.functional.normalize(means) if metric == "cosine" else means
+    assert torch.allclose(moved[:9].double(), means, atol=1e-5)
+    farthest = int((x.double() - start[labels]).square().sum(1).argmax())
+    assert torch.allclose(moved[9], x[farthest], atol=1e-5), "it goes to the row that costs most"
 
 
 def test_a_sparse_sample_is_read_row_by_row():

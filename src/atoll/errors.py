@@ -17,6 +17,10 @@ class NotFiniteError(InputError):
     """Weights that are NaN or infinite: whoever has others can go on without."""
 
 
+class StoreError(InputError):
+    """An object store that failed, which says nothing of what is in it: no image is left out because of it."""
+
+
 def shown(value: object, limit: int = 60) -> str:
     """Returns a short repr of a value that anyone may have written, whatever its length and depth."""
     short = reprlib.Repr()

@@ -8,21 +8,23 @@ A request that fails is tried again for about a minute; then one sentence says w
 sent: an answer may hold parts of the request's signature.
 """
 
+import errno
 import fcntl
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from pathlib import Path
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from pathlib import Path, PosixPath
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from atoll.errors import InputError, printable, shown
-from atoll.storage import real_path, reason_of, write_whole
+from atoll.errors import InputError, StoreError, printable, shown
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -30,10 +32,8 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 MAX_OBJECT = 64 << 20  # bytes that `get` returns unless told otherwise
 PART = 8 << 20  # bytes per request: of this size, one takes no longer than the timeout even on a slow line
-NUM_RETRIES = 10  # with waits that double from 0.1 s to 15 s
+NUM_RETRIES = 100  # at most; what ends them is the time
 _memory: dict[str, Any] = {}  # the stores of memory://NAME, for the life of the process
-
-T = TypeVar("T")
 
 
 def is_url(text: object) -> bool:
@@ -73,6 +73,10 @@ def check_key(key: str) -> str:
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
+class TooLargeError(InputError):
+    """An object that is larger than what it is to be may be."""
+
+
 @dataclass(frozen=True)
 class Store:
     """The objects below one URL. It holds no connection until it is used, and may be sent to other processes."""
@@ -92,7 +96,7 @@ class Store:
             answer = _obstore().get(store, key)
             size, etag = answer.meta["size"], answer.meta["e_tag"] or ""
             if size > limit:
-                raise InputError(f"{self.url}/{printable(key)} has {size:,} bytes, more than the {limit:,} it may have")
+                raise TooLargeError(f"{self.url}/{printable(key)} is larger than {limit:,} bytes: it may not be")
             for part in answer.stream(min_chunk_size=1 << 20):
                 content += memoryview(part)
                 if len(content) > size:
@@ -102,26 +106,26 @@ class Store:
 
     def get_to_file(self, key: str, path: Path, on_bytes: Callable[[int], object] = lambda num: None) -> None:
         """Downloads an object part by part; the file is there whole or not at all."""
+        from atoll.storage import write_whole
+
         size, etag = self.head(key)
 
         def write(staged: Path) -> None:
             with staged.open("xb") as file:
                 for start in range(0, size, PART):
-                    part = self.get_range(key, start, min(PART, size - start))
+                    part = self.get_range(key, start, min(PART, size - start), etag)
                     file.write(part)
                     on_bytes(len(part))
 
         write_whole(path, write)
-        if self.head(key) != (size, etag):
-            path.unlink(missing_ok=True)
-            raise InputError(f"{self.url}/{printable(key)} was replaced while it was read: start again")
 
-    def get_range(self, key: str, start: int, size: int) -> bytes:
-        """Returns `size` bytes of an object from `start` on."""
+    def get_range(self, key: str, start: int, size: int, etag: str = "") -> bytes:
+        """Returns `size` bytes of an object from `start` on; raises InputError if its etag is another."""
         if not size:
             return b""
+        options: dict[str, Any] = {"range": (start, start + size), **({"if_match": etag} if etag else {})}
         with self._request(key) as store:
-            content = bytes(_obstore().get_range(store, key, start=start, length=size))
+            content = bytes(_obstore().get(store, key, options=options).bytes())
         self._check_length(key, len(content), size)
         return content
 
@@ -163,6 +167,15 @@ class Store:
                 return False
         return True
 
+    def list_folder(self, prefix: str = "") -> tuple[list[str], dict[str, int]]:
+        """Returns the names of the folders right below a prefix, and those of the objects with their sizes, sorted."""
+        with self._request(prefix, everything=not prefix) as store:
+            found = _obstore().list_with_delimiter(store, prefix or None)
+        start = len(prefix) + 1 if prefix else 0
+        folders = sorted(check_key(folder.rstrip("/")[start:]) for folder in found["common_prefixes"])
+        objects = {check_key(entry["path"][start:]): entry["size"] for entry in found["objects"]}
+        return folders, dict(sorted(objects.items()))
+
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Returns the key and size of each object below a prefix, in order of keys."""
         found: list[tuple[str, int]] = []
@@ -184,6 +197,12 @@ class Store:
             return False
         return True
 
+    def copy(self, key: str, to: str) -> None:
+        """Copies an object within the store; the server does it."""
+        check_key(to)
+        with self._request(key) as store:
+            _obstore().copy(store, key, to)
+
     def delete(self, key: str) -> None:
         """Removes an object; one that is not there is no error."""
         with self._request(key) as store:
@@ -194,7 +213,7 @@ class Store:
 
     def _check_length(self, key: str, length: int, size: int) -> None:
         if length != size:
-            raise InputError(f"{self.url}/{printable(key)} is truncated: the server sent {length:,} of {size:,} bytes")
+            raise StoreError(f"{self.url}/{printable(key)} is truncated: the server sent {length:,} of {size:,} bytes")
 
     @cached_property
     def _folder(self) -> Path | None:
@@ -217,7 +236,15 @@ class Store:
                 "connect_timeout": timedelta(seconds=min(5, self.timeout)),
                 **({"allow_http": True} if allow_http else {}),
             },
-            retry_config={"max_retries": NUM_RETRIES, "retry_timeout": timedelta(seconds=self.retry_for)},
+            retry_config={
+                "max_retries": NUM_RETRIES,
+                "retry_timeout": timedelta(seconds=self.retry_for),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=0.1),
+                    "max_backoff": timedelta(seconds=5),
+                    "base": 2,
+                },
+            },
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,23 +255,27 @@ class Store:
         """Makes one sentence of whatever a store may raise, FileNotFoundError and InputError excepted."""
         place = self.url if everything else f"{self.url}/{check_key(key)}"
         errors = _errors()
+        from atoll.storage import resolved
+
         try:
-            if self._folder is not None:
-                real_path(self._folder / key, self._folder)  # no link leads out of it
+            if self._folder is not None and not resolved(self._folder / key).is_relative_to(resolved(self._folder)):
+                raise OSError(errno.EPERM, "it is a link that leaves its folder")
             yield self._opened
         except FileNotFoundError as error:
             raise FileNotFoundError(f"there is no {place}") from error
         except (errors.PermissionDeniedError, errors.UnauthenticatedError):
-            raise InputError(f"{self.url} refuses access: check the credentials in the environment") from None
+            raise StoreError(f"{self.url} refuses access: check the credentials in the environment") from None
+        except errors.PreconditionError:
+            raise StoreError(f"{place} was replaced while it was read: start again") from None
         except (errors.BaseError, OSError, NotImplementedError) as error:
             # Not `from error`: its text holds the server's answer.
-            raise InputError(f"{place} cannot be read or written ({_reason(error)}): check the server") from None
+            raise StoreError(f"{place} cannot be read or written ({_reason(error)}): check the server") from None
 
 
 def _reason(error: Exception) -> str:
     """Returns what happened in a few words of ours."""
     if isinstance(error, OSError):
-        return reason_of(error)
+        return error.strerror or "an error of the file system"
     text = str(error)
     if status := re.search(r"status code: (\d{3}(?: [A-Z][A-Za-z]+)*)", text):
         return f"the server answers {status[1]}"
@@ -254,6 +285,169 @@ def _reason(error: Exception) -> str:
         return "the server refuses the connection" if "ConnectionRefused" in text else "no connection"
     code = re.search(r"<Code>(\w{1,40})</Code>", text)
     return f"the server answers {code[1]}" if code else "its answer makes no sense"
+
+
+class StorePath(PosixPath):
+    """A path in an object store that is passed around as any other.
+
+    What pathlib computes from a path alone is inherited; what asks for files is answered by the store, and anything
+    else that would take it for a local file fails, since `os.fspath` does.
+    """
+
+    def __str__(self) -> str:
+        plain = super().__str__()
+        scheme, _, rest = plain.partition(":/")
+        return f"{scheme}://{rest}" if scheme in SCHEMES else plain
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is no local file")
+
+    def __repr__(self) -> str:
+        return f"StorePath({str(self)!r})"
+
+    @property
+    def _at(self) -> tuple[Store, str]:
+        """The bucket, and the key in it."""
+        scheme, bucket, *key = self.parts
+        return _bucket(f"{scheme}//{bucket}"), "/".join(key)
+
+    def open_reader(self) -> io.BufferedReader:
+        """Returns the object as a file that is read by ranges, a megabyte at least; raises FileNotFoundError."""
+        return io.BufferedReader(_Reader(*self._at), 1 << 20)
+
+    def get(self, limit: int) -> bytes:
+        """Returns the object; raises OSError, as for a local file, if it has more than `limit` bytes."""
+        store, key = self._at
+        try:
+            return store.get(key, limit)
+        except TooLargeError as error:
+            raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(self)) from error
+
+    def get_range(self, start: int, size: int) -> bytes:
+        store, key = self._at
+        return store.get_range(key, start, size)
+
+    def put_file(self, path: Path) -> None:
+        store, key = self._at
+        store.put_file(key, path)
+
+    def download(self, path: Path, on_bytes: Callable[[int], object] = lambda num: None) -> None:
+        store, key = self._at
+        store.get_to_file(key, path, on_bytes)
+
+    def copy_from(self, other: "StorePath") -> None:
+        """Copies an object of the same bucket within it."""
+        store, key = self._at
+        store.copy(other._at[1], key)
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        store, key = self._at
+        return bool(key) and store.exists(key)
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return any(self.listing())
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def listing(self) -> tuple[list[str], dict[str, int]]:
+        """Returns the names of the folders in this one, and those of its objects with their sizes."""
+        store, key = self._at
+        return store.list_folder(key)
+
+    def walk_store(self) -> Iterator[tuple["StorePath", list[str], dict[str, int]]]:
+        """Yields each folder from here down as `os.walk` does; of the subfolders some may be taken out of the list."""
+        folders, sizes = self.listing()
+        yield self, folders, sizes
+        for name in folders:
+            yield from (self / name).walk_store()
+
+    def iterdir(self) -> Iterator["StorePath"]:  # type: ignore[override]
+        return (self / name for part in self.listing() for name in part)
+
+    def glob(self, pattern: str, **options: Any) -> Iterator["StorePath"]:  # type: ignore[override]
+        """Yields what has such a name, a `*` for each folder on the way."""
+        first, _, rest = pattern.partition("/")
+        for path in self.iterdir():
+            if fnmatchcase(path.name, first):
+                yield from path.glob(rest) if rest else (path,)
+
+    def rglob(self, pattern: str, **options: Any) -> Iterator["StorePath"]:  # type: ignore[override]
+        """Yields all objects below that have such a name."""
+        for folder, _, sizes in self.walk_store():
+            yield from (folder / name for name in sizes if fnmatchcase(name, pattern))
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        store, key = self._at
+        store.delete(key)
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a store has no folders."""
+
+
+@lru_cache(maxsize=64)
+def _bucket(url: str) -> Store:
+    return open_store(url)
+
+
+def place_of(place: str | Path) -> Path:
+    """Returns the path of a folder or file, local (also by file://) or in an object store, as a user names it."""
+    if isinstance(place, StorePath):
+        return place
+    place = re.sub(rf"^({'|'.join(SCHEMES)}):/(?=[^/])", r"\1://", str(place))  # what pathlib makes of a URL
+    if not is_url(place):
+        return Path(place)
+    if place.startswith("file://"):
+        return Path(place.removeprefix("file://"))
+    open_store(place)  # says what is wrong with it
+    return StorePath(place)
+
+
+def upload(folder: Path, place: Path, last: str = "") -> None:
+    """Copies the files of a folder into one of a store; the one named `last` says that all of them are there."""
+    assert isinstance(place, StorePath)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == last):
+        target = place.joinpath(*path.relative_to(folder).parts)
+        target.put_file(path)
+
+
+def download(place: Path, folder: Path) -> None:
+    """Copies all objects below a folder of a store into a local one."""
+    assert isinstance(place, StorePath)
+    for path in place.rglob("*"):
+        path.download(folder.joinpath(*path.relative_to(place).parts))
+
+
+class _Reader(io.RawIOBase):
+    """An object as a file: each read is a request for that part."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key, self._position = store, key, 0
+        self.size, self._etag = store.head(key)
+
+    @property
+    def version(self) -> tuple[int, str]:
+        return self.size, self._etag
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self.size)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self.size - self._position))
+        buffer[:size] = self._store.get_range(self._key, self._position, size, self._etag)
+        self._position += size
+        return size
 
 
 @contextmanager

@@ -10,17 +10,20 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
 
-from atoll.errors import InputError
+from atoll.errors import InputError, StoreError
+from atoll.object_store import StorePath
 
 MAX_JSON = 64 << 20  # bytes; a tokenizer of a quarter of a million tokens has 20 MB
 MAX_DEPTH = 64  # of tables within tables
@@ -33,6 +36,8 @@ KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a devi
 
 def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
     """Opens a regular file that lies inside `root`, by default the folder that it is named in; else raises OSError."""
+    if isinstance(path, StorePath):
+        return path.open_reader()
     real = real_path(path, root)
     kind = stat.S_IFMT(os.stat(real).st_mode)
     if kind == stat.S_IFREG:
@@ -46,6 +51,8 @@ def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
 
 def resolved(path: str | Path) -> Path:
     """Returns the absolute path without links; unlike pathlib's, a link to itself is left as it is."""
+    if isinstance(path, StorePath):
+        return path  # there are no links
     return Path(os.path.realpath(path))
 
 
@@ -66,6 +73,8 @@ def _hub_blobs(home: Path) -> Iterator[Path]:
 
 def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
     """Returns a file's content, if it has at most `limit` bytes; else raises OSError before any is read."""
+    if isinstance(path, StorePath):
+        return path.get(limit)
     check_size(path, limit, root)
     with open_regular(path, root) as file:
         return file.read(limit)  # no more of it, should it have grown meanwhile
@@ -73,8 +82,16 @@ def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
 
 def check_size(path: Path, limit: int, root: Path | None = None) -> None:
     """Raises OSError if a file has more than `limit` bytes."""
-    if os.stat(real_path(path, root)).st_size > limit:
+    if size_of(path, root) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+
+
+def size_of(path: Path, root: Path | None = None) -> int:
+    """Returns how many bytes a file has; raises OSError."""
+    if isinstance(path, StorePath):
+        with path.open_reader() as file:
+            return file.seek(0, os.SEEK_END)
+    return os.stat(real_path(path, root)).st_size
 
 
 def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, Any]:
@@ -83,6 +100,8 @@ def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, An
         values = parse_json(read_bytes(path, MAX_JSON, root))
     except FileNotFoundError as error:
         raise InputError(f"there is no {path}: {advice}") from error
+    except StoreError:
+        raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON ({reason_of(error)}): {advice}") from error
     if not isinstance(values, dict):
@@ -120,12 +139,16 @@ def digest_of(path: Path, root: Path | None = None) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def cache_folder() -> Path:
+    """Returns where things are kept that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll"
+
+
 def known_digest(path: Path, root: Path | None = None) -> str:
     """Returns the SHA-256 of a file, remembered from the last time if neither size nor time of change is another."""
     about = real_path(path, root).stat()
     key, version = str(real_path(path, root)), [about.st_size, about.st_mtime_ns, about.st_ino]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll" / "sha256"
-    memory = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
+    memory = cache_folder() / "sha256" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         known = json.loads(memory.read_bytes())
         if known["version"] == version and known["path"] == key:
@@ -141,7 +164,11 @@ def known_digest(path: Path, root: Path | None = None) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write(staged path), makes sure of the bytes, then gives the file its name."""
+    """Calls write(staged path), makes sure of the bytes, then gives the file its name, or uploads it under that."""
+    if isinstance(path, StorePath):
+        with TemporaryDirectory(prefix="atoll-") as folder:
+            write_whole(Path(folder) / "object", write)
+            return path.put_file(Path(folder) / "object")
     staged = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +197,13 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def work_folder(path: Path) -> Iterator[None]:
-    """Makes a folder and holds it for this process; removes it if nothing came of the work."""
+    """Makes a folder and holds it for this process; removes it if nothing came of the work.
+
+    A folder of an object store is not held: who writes there makes the same bytes, or finds another's card.
+    """
+    if isinstance(path, StorePath):
+        yield
+        return
     new = not os.path.lexists(path)
     make_folder(path)
     try:
@@ -212,6 +245,20 @@ def write_lines(path: Path, lines: Iterable[str], end: str = "\n") -> None:
 
 def write_json(path: Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def remove_tree(folder: Path) -> None:
+    """Removes a folder with all that is in it, as far as that is possible."""
+    if isinstance(folder, StorePath):
+        for path in list(folder.rglob("*")):
+            path.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def exists(path: Path) -> bool:
+    """Returns whether there is such a file, folder or link, wherever it leads."""
+    return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
 
 
 @contextmanager

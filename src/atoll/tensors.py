@@ -98,7 +98,7 @@ def read_tensors(path: Path, advice: str, root: Path | None = None) -> dict[str,
 
 def read_header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
     """Returns what is in the file, and its metadata; raises ValueError unless it is exactly what the file can hold."""
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(MAX_HEADER, size - 8):

@@ -40,7 +40,8 @@ def distill(
             [student]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.training.distill import distill as train_student
 
     del recipe  # read before the flags were: main.py
-    print(*train_student(model, data, settings, out, init, allow_missing, dry_run=dry_run), sep="\n")
+    print(*train_student(model, local_copy(data), settings, out, init, allow_missing, dry_run=dry_run), sep="\n")

@@ -32,7 +32,7 @@ def evaluate(
 
     Args:
         folders: One or several models that `atoll assemble` has made, compared in one table; then the data that
-            `atoll prepare` has made: its captions are the prompts, its images the reference.
+            `atoll prepare` has made, or its URL: its captions are the prompts, its images the reference.
         settings: What is measured.
         sampling: How images are made.
         cluster: The number of a cluster, to take only its captions and images.
@@ -40,6 +40,7 @@ def evaluate(
             a time.
         out: The folder for results.json, results.md, samples.png, metrics.png and all images.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.errors import InputError
     from atoll.experiments.evaluate import evaluate as measure
     from atoll.experiments.evaluate import name_contenders
@@ -47,7 +48,8 @@ def evaluate(
 
     if len(folders) < 2:
         raise InputError("there is nothing to evaluate: give one or several models, and then the data")
-    *models, data = folders
+    *models, place = folders
+    data = local_copy(place, cluster)
     where = engine.open(settings.device) if engine.engine == "ray" else None
     results = measure(name_contenders(models, sampling), data, out, settings, cluster, engine=where)
     print(render_table(results).split("\n\n")[1])

@@ -1,13 +1,12 @@
 """`atoll partition`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 
 def partition(
-    data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
     experts: int,
     method: str = "kmeans",
     fine: int = 1024,
@@ -21,9 +20,10 @@ def partition(
       atoll partition data --experts 8
       atoll partition data --experts 8 --balance 1.5
       atoll partition data --experts 8 --method random
+      atoll partition s3://bucket/data --experts 8
 
     Args:
-        data: A folder that `atoll prepare` has made.
+        data: A folder that `atoll prepare` has made, or its URL in an object store.
         experts: How many clusters.
         method: kmeans (hierarchical, over image features), random, or label.
         fine: Centroids of the fine level; fewer where there are few images.

@@ -1,16 +1,16 @@
 """`atoll prepare`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from atoll.data.settings import PrepareSettings
+from atoll.engines.settings import EngineSettings
 
 
 def prepare(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
-    out: Path,
+    out: str,
     settings: Annotated[PrepareSettings, tyro.conf.arg(name="")],
     num: int | None = None,
     template: str | None = None,
@@ -18,6 +18,7 @@ def prepare(
     seed: int = 0,
     workers: int | None = None,
     device: str = "auto",
+    engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     recipe: str | None = None,
 ) -> None:
     """Make a data set of images with captions. Rerun the command to resume.
@@ -28,13 +29,15 @@ def prepare(
       atoll prepare tars/ --size 256 --codec vae:stabilityai/sd-vae-ft-mse \\
         --text clip:openai/clip-vit-large-patch14 --features dino:facebook/dinov2-large --out data
       atoll prepare flowers/ --template "a photo of a {label}" --out data
+      atoll prepare s3://bucket/photos --out s3://bucket/data
+      atoll prepare s3://bucket/photos --engine ray --out s3://bucket/data
 
     Args:
         source: A folder of images (NAME.txt or NAME.json beside NAME.jpg; metadata.jsonl, .csv or .parquet with
             file_name and caption; captions.txt or results.csv as of Flickr; captions_*.json of COCO; class folders with
             --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the built-in avatars,
-            shapes, digits.
-        out: The folder to make.
+            shapes, digits. Folders and files may also be in an object store: s3://, gs:// or az://.
+        out: The folder to make, or the URL of one in an object store.
         settings: How images are prepared.
         num: How many images: the first of a built-in data set; of any other source a random choice, by SEED and
             their names, whatever their order. Some of these may still be left out, as any others.
@@ -44,6 +47,7 @@ def prepare(
         seed: Of a built-in data set, and of the choice of NUM images of any other.
         workers: Processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
+        engine: Where images are read and encoded; with Ray, on all nodes of the cluster, while shards are written here.
         recipe: One that comes with atoll, such as photos, or a TOML file, whose table [prepare] has settings; flags win
             over it.
     """
@@ -52,9 +56,10 @@ def prepare(
 
     del recipe  # read before the flags were: main.py
     place = Source(source, template, num, settings.size, seed, caption_column)
-    card = make(place, out, settings, workers, device=device)
+    elsewhere = engine.open(device).map if engine.engine == "ray" else None
+    card = make(place, out, settings, workers, device=device, run_elsewhere=elsewhere)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))
     print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")
     if counts.rejected:
-        print(f"why: {out / 'rejected.jsonl'}")
+        print(f"why: {out.rstrip('/')}/rejected.jsonl")
     print(f"next: atoll partition {out} --experts 4")

@@ -14,6 +14,7 @@ def train(
     settings: Annotated[ExpertSettings, tyro.conf.arg(name="")],
     cluster: str = "all",
     init: Path | None = None,
+    mirror: str | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -30,19 +31,26 @@ def train(
       accelerate launch --num_processes 4 -m atoll.cli.main train data --cluster 3 --out expert_3
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made, or a copy of one cluster of it.
+        data: A folder that `atoll prepare` and `atoll partition` have made, a copy of one cluster of it, or its URL in
+            an object store, from which the cluster is copied and verified once.
         out: The folder to make: the expert, its metrics and the checkpoints to resume from.
         settings: How to train.
         cluster: The number of a cluster, or all.
         init: A folder with first weights: another expert, or what `atoll convert` has made.
+        mirror: A URL of an object store, such as s3://bucket/run, to keep the folder in as well: another machine
+            resumes from there.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [expert]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.training.expert import train_expert
 
     del recipe  # read before the flags were: main.py
-    print(*train_expert(data, parse_cluster(cluster), settings, out, init, dry_run=dry_run), sep="\n")
+    number = parse_cluster(cluster)
+    print(
+        *train_expert(local_copy(data, number), number, settings, out, init, dry_run=dry_run, mirror=mirror), sep="\n"
+    )
 
 
 def parse_cluster(text: str) -> int | None:

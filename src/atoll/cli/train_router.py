@@ -13,6 +13,7 @@ def train_router(
     out: Path,
     settings: Annotated[RouterSettings, tyro.conf.arg(name="")],
     method: Literal["network", "centroids"] = "network",
+    mirror: str | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -24,14 +25,17 @@ def train_router(
       atoll train-router data --method centroids --out router-centroids
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters.
+        data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters, or its URL.
         out: The folder to make: the router, its metrics and the checkpoints to resume from.
         settings: How to train.
         method: network, or centroids for a router that needs no training.
+        mirror: A URL of an object store, such as s3://bucket/run, to keep the folder in as well: another machine
+            resumes from there.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [router]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.errors import InputError
     from atoll.training.router import make_centroid_router
     from atoll.training.router import train_router as train
@@ -40,6 +44,6 @@ def train_router(
     if dry_run and method == "centroids":
         raise InputError("a router from centroids is made in seconds: leave --dry-run out")
     if method == "centroids":
-        print(*make_centroid_router(data, settings, out), sep="\n")
+        print(*make_centroid_router(local_copy(data), settings, out), sep="\n")
     else:
-        print(*train(data, settings, out, dry_run=dry_run), sep="\n")
+        print(*train(local_copy(data), settings, out, dry_run=dry_run, mirror=mirror), sep="\n")

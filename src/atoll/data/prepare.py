@@ -13,39 +13,38 @@ import hashlib
 import heapq
 import json
 import os
-import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from uuid import uuid4
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from atoll.cards import DATASET, FORMAT, BegunDatasetCard, Counts, DatasetCard, PrepareCard, SourceCard, require_same
 from atoll.data.duplicates import Duplicates
-from atoll.data.images import CroppedImage, Transform
+from atoll.data.encode import Columns, Encoded, EncodeItems, Encoders, Map, Row, to_tensor
+from atoll.data.images import Transform
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, MORE, TRAIN, Shard, write_shard, write_sums
 from atoll.data.sources import DAMAGED, Item, Reader, Samples, Source, batched, readers
 from atoll.encoders.codec import Codec
 from atoll.encoders.codecs import load_codec, make_codec, needs_sample
-from atoll.encoders.features import Features, Simple, make_features
+from atoll.encoders.features import Features, make_features
 from atoll.encoders.pretrained import public_spec
 from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.encoders.vae import VAE
 from atoll.errors import InputError, printable, shown
-from atoll.storage import digest_of, read_json, work_folder, write_json, write_lines
+from atoll.object_store import StorePath, download, place_of, upload
+from atoll.storage import digest_of, read_json, remove_tree, work_folder, write_json, write_lines
 from atoll.tensors import get_device
-
-Row = tuple[Item, CroppedImage]
 
 CHUNK = 512  # items per shard; fewer where they are so large that more would not fit into 50 MB
 BATCH = 64  # images at a time through the codec and the features
@@ -54,63 +53,24 @@ NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
 MAX_WORKERS = 1024
 
 
-class Encoders(NamedTuple):
-    """What makes numbers of images and captions."""
-
-    codec: Codec
-    text: TextEncoder
-    features: Features
-    device: torch.device
-    num_captions: int = 1  # the most that an image has
-    flip: bool = False
-
-    @property
-    def slow(self) -> bool:
-        """Whether an image takes about a second: networks on a CPU, which take images one by one in any case."""
-        return self.device.type == "cpu" and (isinstance(self.codec, VAE) or not isinstance(self.features, Simple))
-
-    def encode(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
-        pixels = _tensor([image.pixels for _, image in rows]).to(self.device)
-        large = [image.large for _, image in rows if image.large is not None]
-        columns = {
-            "latents": self.codec.encode(pixels).half(),
-            "features": self.features.extract(_tensor(large).to(self.device) if large else pixels).half(),
-            "tokens": self.text.tokenize([item.caption or "" for item, _ in rows]).to(torch.int32),
-        }
-        if self.num_captions > 1:
-            columns |= self._more_captions([item.more for item, _ in rows])
-        if self.flip:
-            flipped, latents = self.codec.encode(pixels.flip(3)).half(), columns["latents"]
-            sided = torch.tensor([_tells_left_from_right(item) for item, _ in rows], device=flipped.device)
-            columns["flipped"] = torch.where(sided[:, None, None, None], latents, flipped)
-        for name in (name for name in ("latents", "flipped", "features") if name in columns):
-            if not bool(torch.isfinite(columns[name]).all()):
-                key = shown(rows[0][0].key)
-                raise InputError(f"the {name} of {key} and after are not finite in half precision: use another model")
-        return {name: column.cpu().numpy() for name, column in columns.items()}
-
-    def _more_captions(self, captions: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-        """Returns how many captions each image has, and the tokens of all but the first: [B, num_captions - 1, L]."""
-        tokens = torch.zeros(len(captions), self.num_captions - 1, self.text.max_length, dtype=torch.int32)
-        present = torch.tensor([[i < len(more) for i in range(self.num_captions - 1)] for more in captions])
-        tokens[present] = self.text.tokenize([caption for more in captions for caption in more]).to(torch.int32)
-        return {"num_captions": (1 + present.sum(1)).to(torch.uint8), "more_tokens": tokens}
-
-
 class ShardWriter:
     """The shards of a data set in the making: those that are there already, and what is added to them."""
 
-    def __init__(self, folder: Path, encoders: Encoders, drop_near: bool, holdout: float) -> None:
+    def __init__(
+        self, folder: Path, encoders: Encoders, drop_near: bool, holdout: float, progress: bool = True
+    ) -> None:
         self.folder, self.encoders, self.holdout = folder, encoders, holdout
         self.duplicates = Duplicates(drop_near)
         self.batch, self.max_items = (1, SLOW_CHUNK) if encoders.slow else (BATCH, CHUNK)
         self.sums: dict[str, str] = {}  # the SHA-256 of each shard
         self.counts = Counter[str]()
-        while (path := self._next_path()).exists():
-            shard = Shard(path)
-            for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
-                self.duplicates.add(digest.tobytes(), int(likeness), thumb)
-            self._note(shard, digest_of(path))
+        with tqdm(desc="resume", unit=" shards", disable=not progress, leave=False, delay=1) as bar:
+            while (path := self._next_path()).exists():
+                shard = Shard(path)
+                for digest, likeness, thumb in zip(shard["digest"], shard["likeness"], shard["thumb"], strict=True):
+                    self.duplicates.add(digest.tobytes(), int(likeness), thumb)
+                self._note(shard, digest_of(path))
+                bar.update()
 
     @property
     def num_items(self) -> int:
@@ -119,10 +79,30 @@ class ShardWriter:
     def add(self, samples: Samples, on_items: Callable[[int], object]) -> None:
         """Makes one shard of some samples."""
         rejected: list[str] = []
+        kept = batched(self._kept(samples, rejected, on_items), self.batch)
+        self._write(((batch, self.encoders.encode(batch)) for batch in kept), rejected, on_items)
+
+    def add_encoded(self, parts: Iterable[Encoded], on_items: Callable[[int], object]) -> None:
+        """Makes one shard of samples that were encoded elsewhere, before anyone knew which are duplicates."""
+        rejected: list[str] = []
+
+        def kept() -> Iterator[tuple[list[Row], Columns]]:
+            for samples, columns in parts:
+                places = {id(image): i for i, image in enumerate(image for _, image in samples if image is not None)}
+                rows = list(self._kept(iter(samples), rejected, on_items))
+                if rows:
+                    some = [places[id(image)] for _, image in rows]
+                    yield rows, {name: column[some] for name, column in columns.items()}
+
+        self._write(kept(), rejected, on_items)
+
+    def _write(
+        self, parts: Iterable[tuple[list[Row], Columns]], rejected: list[str], on_items: Callable[[int], object]
+    ) -> None:
         rows: list[Row] = []
-        batches: list[dict[str, NDArray[Any]]] = []
-        for batch in batched(self._kept(samples, rejected, on_items), self.batch):
-            batches.append(self.encoders.encode(batch))
+        batches: list[Columns] = []
+        for batch, columns in parts:
+            batches.append(columns)
             rows += batch
             on_items(len(batch))
         first, images = self.counts["rows"], [image for _, image in rows]
@@ -182,12 +162,17 @@ def prepare(
     num_workers: int | None = None,
     progress: bool = True,
     device: str = "auto",
+    run_elsewhere: Map | None = None,
 ) -> DatasetCard:
-    """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features."""
+    """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features.
+
+    With `run_elsewhere`, as of an engine, images are read and encoded by other processes, and shards are written here:
+    in order and each once, whatever has to be computed again.
+    """
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
-    place, out = get_device(device), Path(out)
-    with work_folder(out):
+    place, out = get_device(device), place_of(out)
+    with work_folder(out), _codec_folder(out) as local:
         text, features = make_text_encoder(settings.text), make_features(settings.features).to(place)
         listed, sample = count(source, min(NUM_FIT, max(64, (1 << 23) // settings.size**2)), progress)
         begun = _begin(out, listed, settings, text, features)
@@ -197,31 +182,39 @@ def prepare(
             num_workers = 0 if listed.items < CHUNK else os.cpu_count() or 1
         chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
         with readers(num_workers, transform_of(settings, features.size), chunk) as read:
-            if not (out / "vae").exists():
+            if not (local / "vae").exists():
                 images = _read_sample(source, sample, read, progress) if needs_sample(settings.codec) else None
                 codec = make_codec(settings.codec, sample=images, progress=progress)
                 codec.latent_shape(settings.size)
                 write_json(out / DATASET, begun.values())
-                _save_whole(out, codec)
-            codec = load_codec(out).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
+                _save_whole(local, codec)
+                if local != out:
+                    upload(local / "vae", out / "vae", last="config.json")
+            codec = load_codec(local).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
             drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
             encoders = Encoders(codec, text, features, place, listed.captions, settings.flip)
-            writer = ShardWriter(out / "shards", encoders, drop_near, settings.holdout)
+            writer = ShardWriter(out / "shards", encoders, drop_near, settings.holdout, progress)
             with tqdm(total=listed.items, initial=writer.num_items, desc="prepare", unit=" images", smoothing=0.1,
                       disable=not progress) as bar:  # fmt: skip
-                samples = read(islice(source.items(), writer.num_items, None))
-                for first in samples:
-                    writer.add(chain([first], islice(samples, min(chunk, writer.max_items) - 1)), bar.update)
+                items, num = islice(source.items(), writer.num_items, None), min(chunk, writer.max_items)
+                if run_elsewhere is None:
+                    samples = read(items)
+                    for first in samples:
+                        writer.add(chain([first], islice(samples, num - 1)), bar.update)
+                else:
+                    about = {"num_captions": listed.captions, "device": device, "key": uuid4().hex}
+                    transform = transform_of(settings, features.size)
+                    function = EncodeItems.of(local, settings=settings, transform=transform, **about)
+                    for parts in _encode_elsewhere(items, num, function, run_elsewhere):
+                        writer.add_encoded(parts, bar.update)
         if not writer.counts["rows"]:
             faults = Counter(json.loads(line)["reason"] for line in writer.rejected())
-            for folder in ("vae", "shards"):  # so that the cause can be fixed, and the same command run again
-                shutil.rmtree(out / folder)
-            (out / DATASET).unlink()
+            _begin_anew(out)
             raise _nothing_left(source, faults)
         for entry in (json.loads(line) for line in writer.rejected() if DAMAGED in line):
             warnings.warn(f"{entry['key']}: {entry['reason']}", stacklevel=2)
         write_lines(out / "rejected.jsonl", writer.rejected())
-        _save_whole(out, text)
+        _save_text(local, out, text)
         write_sums(out / "shards", writer.sums)
         codec_card, shape = codec.describe(), list(codec.latent_shape(settings.size))
         if isinstance(codec, VAE):  # by the name it was asked for, not by that of its copy in the data set
@@ -230,6 +223,23 @@ def prepare(
         card = DatasetCard(**values, counts=Counts(**writer.counts), codec=codec_card, latent_shape=shape)
         write_json(out / DATASET, card.values())
         return card
+
+
+def _begin_anew(out: Path) -> None:
+    """Removes what was made, so that the cause of a failure can be fixed, and the same command run again."""
+    for folder in ("vae", "shards"):
+        remove_tree(out / folder)
+    (out / DATASET).unlink()
+
+
+def _encode_elsewhere(
+    items: Iterator[Item], num: int, function: EncodeItems, run_elsewhere: Map
+) -> Iterator[Iterator[Encoded]]:
+    """Yields the parts of one shard of `num` items after the other, each of which must be taken before the next."""
+    size = max(1, min(BATCH, num // 4))
+    ahead, behind = tee(list(batched(some, size)) for some in batched(items, num))
+    encoded = run_elsewhere(function, chain.from_iterable(ahead))
+    return (islice(encoded, len(parts)) for parts in behind)
 
 
 def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
@@ -291,11 +301,6 @@ def _begin(
     return begun
 
 
-def _tells_left_from_right(item: Item) -> bool:
-    """Whether a caption would be wrong of the mirrored image."""
-    return any(re.search(r"\b(left|right)\b", text, re.IGNORECASE) for text in (item.caption or "", *item.more))
-
-
 def _read_sample(source: Source, sample: list[Item], read: Reader, progress: bool) -> Tensor:
     """Returns the images that a codec is fitted to."""
     faults, pixels = Counter[str](), []
@@ -307,17 +312,12 @@ def _read_sample(source: Source, sample: list[Item], read: Reader, progress: boo
     if not pixels:
         faults.update(item.fault for item in source.items() if item.fault)
         raise _nothing_left(source, faults)
-    return _tensor(pixels)
+    return to_tensor(pixels)
 
 
 def split_of(origin: bytes, holdout: float) -> int:
     """Held out or not, by the image's own content: it stays so whatever is added, and at whatever size."""
     return HELD_OUT if int.from_bytes(origin[8:], "big") < holdout * 2**64 else TRAIN
-
-
-def _tensor(pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
-    """Returns uint8 pixels as images in [-1, 1]: [B, 3, S, S]."""
-    return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
@@ -330,6 +330,25 @@ def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
         f"none of the {faults.total()} images tried of {source.place} can be used, mostly: {printable(fault, 200)}; "
         + (captions if fault == "no caption" else "fix them")
     )
+
+
+@contextmanager
+def _codec_folder(out: Path) -> Iterator[Path]:
+    """Yields the local folder that the codec is in: `out`, or a copy for the time of a run that writes to a store."""
+    if not isinstance(out, StorePath):
+        yield out
+        return
+    with TemporaryDirectory(prefix="atoll-") as folder:
+        if (out / "vae" / "config.json").exists():  # the last of its files
+            download(out / "vae", Path(folder) / "vae")
+        yield Path(folder)
+
+
+def _save_text(local: Path, out: Path, text: TextEncoder) -> None:
+    _save_whole(local, text)
+    for folder in local.iterdir() if local != out else ():
+        if folder.name != "vae":
+            upload(folder, out / folder.name)
 
 
 def _save_whole(out: Path, part: Codec | TextEncoder) -> None:

@@ -14,8 +14,8 @@ cut short while it is mapped kills the process that reads it.
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,16 +29,19 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from atoll.cards import DatasetCard
-from atoll.errors import InputError, shown
+from atoll.cards import PARTITION, DatasetCard
+from atoll.errors import InputError, StoreError, shown
+from atoll.object_store import StorePath, place_of
 from atoll.storage import (
     MAX_JSON,
     alone,
     digest_of,
+    exists,
     known_digest,
     open_regular,
     read_bytes,
     reason_of,
+    remove_tree,
     write_text,
     write_whole,
 )
@@ -49,6 +52,9 @@ STRINGS = ("key", "caption", "label")
 MORE = "more_captions"  # strings of data with several captions per image: all but the first, a line each
 SUMS = "SHA256SUMS"
 AGAIN = "copy it again from its source"
+STAGED = "clusters.tmp"
+REGROUP_MEMORY = 512 << 20  # bytes of rows that are held on their way into clusters
+NUM_REQUESTS = 16  # under way at once to an object store
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
 
 
@@ -62,6 +68,8 @@ class Shard:
                 self._entries, _ = read_header(file)
                 self._version = _version(file)
             self.num_rows = _num_rows(self._entries)
+        except StoreError:
+            raise
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is truncated or not a shard ({reason_of(error)}): {AGAIN}") from error
 
@@ -141,9 +149,17 @@ def _num_rows(entries: Mapping[str, Entry]) -> int:
     return num
 
 
-def _version(file: BufferedReader) -> tuple[int, int, int]:
+def _version(file: BufferedReader) -> tuple[int | str, ...]:
+    if version := getattr(file.raw, "version", None):  # of an object in a store
+        return tuple(version)
     about = os.fstat(file.fileno())
     return about.st_size, about.st_mtime_ns, about.st_ino
+
+
+Columns = dict[str, NDArray[Any]]
+Strings = dict[str, list[str]]
+Located = tuple[Shard, NDArray[np.int64], NDArray[np.int64]]
+"""A shard, places in an index of rows, and where these rows lie in the shard."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +178,14 @@ class Column:
         index = np.atleast_1d(np.asarray(rows, dtype=np.int64))
         dtype, shape = self.data.shards[0].kind(self.name)
         out = np.empty((len(index), *shape), dtype)
-        for shard, places, shard_rows in self.data.locate(index):
+
+        def fill(part: Located) -> None:
+            shard, places, shard_rows = part
             if shard.kind(self.name) != (dtype, shape):
                 raise InputError(f"the {self.name} of {shard.path} are of another shape than before it: {AGAIN}")
             out[places] = shard.take(self.name, shard_rows)
+
+        self.data.each(fill, index)
         return out if np.ndim(rows) else out[0]
 
 
@@ -181,7 +201,7 @@ class Dataset:
     @classmethod
     def open(cls, folder: str | Path, cluster: int | None = None, partial: bool = False) -> "Dataset":
         """Opens DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
-        folder = Path(folder)
+        folder = place_of(folder)
         card = DatasetCard.read(folder)
         clusters = cluster_folders(folder)
         places = list(clusters.values()) if clusters_in(folder) else [folder / "shards"]
@@ -206,9 +226,22 @@ class Dataset:
         """Returns strings of a column: key, caption or label."""
         index = np.arange(len(self)) if rows is None else np.fromiter(rows, np.int64)
         strings = np.empty(len(index), object)
-        for shard, places, shard_rows in self.locate(index):
+
+        def fill(part: Located) -> None:
+            shard, places, shard_rows = part
             strings[places] = shard.strings(name, shard_rows)
+
+        self.each(fill, index)
         return list(strings)
+
+    def each(self, fill: Callable[[Located], None], index: NDArray[np.int64]) -> None:
+        """Calls `fill` for each shard that has some of the rows; of a store, several at a time."""
+        if isinstance(self.folder, StorePath):
+            with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+                list(pool.map(fill, self.locate(index)))
+        else:
+            for part in self.locate(index):
+                fill(part)
 
     def clusters(self) -> NDArray[np.int64]:
         """Returns the cluster of each row, in the order of the source."""
@@ -218,7 +251,7 @@ class Dataset:
         clusters = np.repeat(np.array(numbers, np.int64), [shard.num_rows for shard in self.shards])
         return clusters if self._order is None else clusters[self._order]
 
-    def locate(self, index: NDArray[np.int64]) -> Iterator[tuple[Shard, NDArray[np.int64], NDArray[np.int64]]]:
+    def locate(self, index: NDArray[np.int64]) -> Iterator[Located]:
         """Yields each shard that has some of the rows, their places in `index`, and where they lie in the shard."""
         at = index if self._order is None else self._order[index]
         ends = self._ends
@@ -240,6 +273,8 @@ class Dataset:
 
 def clusters_in(folder: Path) -> Path | None:
     """Returns the folder of a data set's clusters, also while a new partition takes the place of an old one."""
+    if isinstance(folder, StorePath):
+        return folder / "clusters" if (folder / "clusters" / PARTITION).exists() else None
     return next((p for p in (folder / "clusters", folder / "clusters.old") if p.is_dir()), None)
 
 
@@ -247,25 +282,42 @@ def cluster_folders(folder: Path) -> dict[int, Path]:
     """Returns the folders of the clusters that are here, by number."""
     parent = clusters_in(folder)
     paths = sorted(parent.iterdir()) if parent is not None else []
-    return {int(p.name): p for p in paths if re.fullmatch(r"[0-9]{2,9}", p.name) and p.is_dir()}
+    numbered = [path for path in paths if re.fullmatch(r"[0-9]{2,9}", path.name)]
+    return {int(path.name): path for path in numbered if isinstance(path, StorePath) or path.is_dir()}
 
 
 def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
-    """Returns the shards of a folder that have rows, after a look whether each is what was written."""
-    shards = [Shard(path, root) for path in sorted(place.glob("*.safetensors"))]
-    try:
-        if os.path.lexists(place / SUMS):  # there was a time when none were written
-            lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
-            matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
-            sums = {match[2]: match[1] for match in matches if match} if all(matches) else {}
-            if not partial and (missing := sums.keys() - {shard.path.name for shard in shards}):
-                raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
-            for path in (shard.path for shard in shards):
-                if known_digest(path, root) != sums.get(path.name):
-                    raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{place / SUMS} cannot be checked ({reason_of(error)}): {AGAIN}") from error
+    """Returns the shards of a folder that have rows, after a look whether each is what was written.
+
+    In an object store that is a look at the names and headers: `local_copy` is what reads and verifies the rest.
+    """
+    remote = isinstance(place, StorePath)
+    with ThreadPoolExecutor(NUM_REQUESTS if remote else 1) as pool:
+        shards = list(pool.map(lambda path: Shard(path, root), sorted(place.glob("*.safetensors"))))
+    sums = read_sums(place, root)
+    if sums is not None:
+        if not partial and (missing := sums.keys() - {shard.path.name for shard in shards}):
+            raise InputError(f"{place} lacks {shown(min(missing))} of its {len(sums)} shards: {AGAIN}")
+        for path in (shard.path for shard in shards if not remote):
+            try:
+                damaged = known_digest(path, root) != sums.get(path.name)
+            except OSError as error:
+                raise InputError(f"{path} cannot be checked ({reason_of(error)}): {AGAIN}") from error
+            if damaged:
+                raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {place / SUMS}: {AGAIN}")
     return [shard for shard in shards if shard.num_rows]
+
+
+def read_sums(place: Path, root: Path) -> dict[str, str] | None:
+    """Returns the SHA-256 of each shard that a folder should have; None from a time when they were not written."""
+    try:
+        if not exists(place / SUMS):
+            return None
+        lines = read_bytes(place / SUMS, MAX_JSON, root).decode("ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{place / SUMS} cannot be read ({reason_of(error)}): {AGAIN}") from error
+    matches = [re.fullmatch(r"([0-9a-f]{64})  ([0-9]{1,9}\.safetensors)", line) for line in lines]
+    return {match[2]: match[1] for match in matches if match} if all(matches) else {}
 
 
 def write_sums(place: Path, sums: Mapping[str, str]) -> None:
@@ -281,14 +333,28 @@ def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], strings: Mappin
         encoded = [text.encode("utf-8", "replace") for text in texts]
         tensors[f"{name}.bytes"] = np.frombuffer(b"".join(encoded), np.uint8).copy()
         tensors[f"{name}.offsets"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    write_whole(path, lambda staged: save_file(tensors, staged))
-    return digest_of(path)
+    digests: list[str] = []
+
+    def write(staged: Path) -> None:
+        save_file(tensors, staged)
+        digests.append(digest_of(staged))
+
+    write_whole(path, write)
+    return digests[0]
 
 
 @contextmanager
 def open_to_regroup(folder: Path) -> Iterator[Dataset]:
-    """Opens DATA for this process alone, after the second rename of a partition that was cut short before it."""
+    """Opens DATA for this process alone, after the last step of a partition that was cut short before it.
+
+    A data set in an object store is not held: of two partitions at once, one fails.
+    """
     DatasetCard.read(folder)  # says what is wrong with a folder that is none
+    if isinstance(folder, StorePath):
+        if (folder / STAGED / PARTITION).exists():
+            _promote(folder)
+        yield Dataset.open(folder)
+        return
     with alone(folder):
         if (folder / "clusters.old").exists() and not (folder / "clusters").exists():
             os.replace(folder / "clusters.old", folder / "clusters")
@@ -305,33 +371,90 @@ def regroup(
 ) -> None:
     """Moves the rows of a data set into clusters/NN/, so that a contributor need copy only one of them.
 
-    The new folders are written beside the old ones, `finish` adds to them what describes them, and they take the old
-    ones' place when they are whole.
+    The new folders are written beside the old ones, `finish` adds to them what describes them, partition.json last,
+    and they take the old ones' place when they are whole. Rows are read in their order, once for every so many
+    clusters as REGROUP_MEMORY can hold a shard of.
     """
     folder = data.folder
-    staged, old = folder / "clusters.tmp", folder / "clusters.old"
-    for leftover in (staged, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    staged = folder / STAGED
+    remove_tree(staged)
+    remove_tree(folder / "clusters.old")
     try:
-        columns = {name: data.column(name) for name in data.shards[0].names}
-        strings = data.shards[0].string_names
+        row_bytes = sum(_row_bytes(data, name) for name in data.shards[0].names)
+        at_once = max(1, REGROUP_MEMORY // (2 * rows_a_shard * row_bytes))
         with tqdm(total=len(data), desc="regroup", unit=" images", disable=not progress, leave=False) as bar:
-            for cluster in range(num_clusters):
-                members = np.flatnonzero(cluster_of == cluster)
-                place, sums = staged / f"{cluster:02d}", dict[str, str]()
-                place.mkdir(parents=True)
-                for start in range(0, len(members), rows_a_shard):
-                    rows, path = members[start : start + rows_a_shard], place / f"{len(sums):05d}.safetensors"
-                    own = {name: column[rows] for name, column in columns.items()}
-                    sums[path.name] = write_shard(path, own, {name: data.strings(name, rows) for name in strings})
-                    bar.update(len(rows))
-                write_sums(place, sums)
+            for first in range(0, num_clusters, at_once):
+                group = range(first, min(first + at_once, num_clusters))
+                _regroup_some(data, cluster_of, group, staged, rows_a_shard, bar)
         finish(staged)
     except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_tree(staged)
         raise
-    if (folder / "clusters").exists():
-        os.replace(folder / "clusters", old)
-    os.replace(staged, folder / "clusters")
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(folder / "shards", ignore_errors=True)
+    _promote(folder)
+
+
+def _row_bytes(data: Dataset, name: str) -> int:
+    dtype, shape = data.shards[0].kind(name)
+    return int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+
+
+def _regroup_some(
+    data: Dataset, cluster_of: NDArray[np.int64], group: range, staged: Path, rows_a_shard: int, bar: Any
+) -> None:
+    """Writes the shards of some clusters, in one pass over the rows."""
+    names, string_names = data.shards[0].names, data.shards[0].string_names
+    held: dict[int, list[tuple[Columns, Strings]]] = {cluster: [] for cluster in group}
+    sums: dict[int, dict[str, str]] = {cluster: {} for cluster in group}
+
+    def write(cluster: int, num: int) -> None:
+        """Makes a shard of the first `num` rows that are held, and holds what is left."""
+        columns = {name: np.concatenate([own[name] for own, _ in held[cluster]]) for name in names}
+        strings = {name: [text for _, own in held[cluster] for text in own[name]] for name in string_names}
+        path = staged / f"{cluster:02d}" / f"{len(sums[cluster]):05d}.safetensors"
+        head = {name: column[:num] for name, column in columns.items()}
+        sums[cluster][path.name] = write_shard(path, head, {name: texts[:num] for name, texts in strings.items()})
+        rest = {name: column[num:].copy() for name, column in columns.items()}
+        held[cluster] = [(rest, {name: texts[num:] for name, texts in strings.items()})]
+        bar.update(num)
+
+    def num_held(cluster: int) -> int:
+        return sum(len(own["row"]) for own, _ in held[cluster])
+
+    wanted = np.flatnonzero((cluster_of >= group.start) & (cluster_of < group.stop))
+    for start in range(0, len(wanted), rows_a_shard):
+        rows = wanted[start : start + rows_a_shard]
+        columns = {name: data.column(name)[rows] for name in names}
+        strings = {name: data.strings(name, rows) for name in string_names}
+        for cluster in np.unique(cluster_of[rows]).tolist():
+            own = np.flatnonzero(cluster_of[rows] == cluster)
+            part = {name: column[own] for name, column in columns.items()}
+            held[cluster].append((part, {name: [texts[i] for i in own] for name, texts in strings.items()}))
+            if num_held(cluster) >= rows_a_shard:
+                write(cluster, rows_a_shard)
+    for cluster in group:
+        if num_held(cluster):
+            write(cluster, rows_a_shard)
+        (staged / f"{cluster:02d}").mkdir(parents=True, exist_ok=True)
+        write_sums(staged / f"{cluster:02d}", sums[cluster])
+
+
+def _promote(folder: Path) -> None:
+    """Puts the new clusters, which are whole, in the place of shards/ or of the old clusters."""
+    staged, clusters = folder / STAGED, folder / "clusters"
+    if isinstance(staged, StorePath):
+        # Nothing can be renamed, so a killed run is finished by the next: partition.json is the first of the old
+        # objects to go and the last of the new ones to come.
+        (clusters / PARTITION).unlink()
+        remove_tree(clusters)
+        for path in sorted(staged.rglob("*"), key=lambda path: path.name == PARTITION):
+            clusters.joinpath(*path.relative_to(staged).parts).copy_from(path)  # type: ignore[attr-defined]
+        remove_tree(folder / "shards")
+        (staged / PARTITION).unlink()
+        remove_tree(staged)
+        return
+    old = folder / "clusters.old"
+    if clusters.exists():
+        os.replace(clusters, old)
+    os.replace(staged, clusters)
+    remove_tree(old)
+    remove_tree(folder / "shards")

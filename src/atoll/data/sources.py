@@ -8,13 +8,14 @@ is a regular file inside the source and no larger than it may be: the rest is a 
 import errno
 import hashlib
 import heapq
+import json
 import os
 import posixpath
 import tarfile
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from io import BufferedReader
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
@@ -41,9 +43,10 @@ from atoll.data.captions import (
 )
 from atoll.data.images import CroppedImage, Rejected, Transform, read_image
 from atoll.data.tables import Bounded, column_names, pyarrow, table_batches
-from atoll.errors import InputError, printable, shown
+from atoll.errors import InputError, StoreError, printable, shown
+from atoll.object_store import StorePath, is_url, place_of
 from atoll.processes import die_with_parent
-from atoll.storage import open_regular, parse_json, read_bytes, real_path, reason_of, resolved
+from atoll.storage import exists, open_regular, parse_json, read_bytes, real_path, reason_of, resolved
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 TABLES = (".parquet", ".arrow")
@@ -54,6 +57,7 @@ MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
 MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
 MAX_KEPT = 100_000  # items held in memory, of half a kilobyte each
 AT_A_TIME = 32  # items handed to a process
+NUM_REQUESTS = 16  # that a process has under way at once to an object store
 DAMAGED = "is damaged after this point"  # said of an archive or a table: what follows is lost
 
 T = TypeVar("T")
@@ -135,7 +139,23 @@ class Source:
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
     def _all(self) -> Iterator[Item]:
-        place = Path(self.place)
+        """Yields all items. Those of an object store are listed once: to look again takes as long."""
+        if not isinstance(place_of(self.place), StorePath):
+            yield from self._list()
+        elif "listing" in self.__dict__:
+            with open(self.__dict__["listing"].name, encoding="ascii") as file:
+                for key, where, caption, label, fault, more in map(json.loads, file):
+                    yield Item(key, tuple(where), caption, label, fault, tuple(more))
+        else:
+            listing = NamedTemporaryFile("w", encoding="ascii", prefix="atoll-", suffix=".jsonl")  # noqa: SIM115
+            for item in self._list():
+                listing.write(json.dumps(item) + "\n")
+                yield item
+            listing.flush()
+            self.__dict__["listing"] = listing  # gone with the source
+
+    def _list(self) -> Iterator[Item]:
+        place = place_of(self.place)
         if self.kind == "built-in":
             for i in range(len(make(self.place, self.num, self.size, self.seed))):
                 where = ("built-in", self.place, self.num, self.size, self.seed, i)
@@ -171,24 +191,24 @@ class Source:
     def describe(self) -> dict[str, Any]:
         """Returns what dataset.json says; a path is named by its last part, since the rest belongs to one machine."""
         built_in = self.kind == "built-in"
-        name = {"name": self.place if built_in else resolved(self.place).name, "kind": self.kind}
+        name = {"name": self.place if built_in else resolved(place_of(self.place)).name, "kind": self.kind}
         template = {} if built_in else {"template": self.template}
         template |= {} if self.caption_column is None else {"caption_column": self.caption_column}
         return name | template | ({"num": self.num, "seed": self.seed} if built_in or self.num is not None else {})
 
 
 def _kind_of(place: str) -> str:
-    path, offered = Path(place), f"give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}"
+    path, offered = place_of(place), f"give a folder, a .tar, a .parquet, or one of {', '.join(NAMES)}"
     if place in NAMES:
         if os.path.lexists(path):
             raise InputError(f"{place} is both built in and here: write ./{place} for the one here, or go elsewhere")
         return "built-in"
-    if not place or not os.path.lexists(path):
+    if not place or not (exists(path) or path.is_dir()):
         raise InputError(f"there is no {place}: {offered}" if place else f"the source is empty: {offered}")
     if path.is_dir():
         if any(path.glob("*.tar")):
             return "tar"
-        tables = (table for level in ("", "*/") for suffix in TABLES for table in path.glob(f"{level}*{suffix}"))
+        tables = (table for level in ("*", "*/*") for table in path.glob(level) if table.suffix in TABLES)
         return "folder" if all(_is_metadata(table, path) for table in tables) else "table"
     if path.suffix not in (".tar", *TABLES):
         advice = ": unpack it first" if path.suffix in (".gz", ".tgz", ".zip", ".bz2", ".xz") else ""
@@ -213,29 +233,41 @@ def _is_metadata(path: Path, root: Path) -> bool:
 
 def read_items(items: Iterable[Item], transform: Transform) -> list[Sample]:
     """Reads and decodes some items, in whatever process; an item without an image says why in its `fault`."""
-    return [_read_item(item, transform) for item in items]
+    items = list(items)
+    # One after the other, requests would wait in turn; rows of a table come many to a request.
+    if any(item.where and item.where[0] != "row" and is_url(item.where[1]) for item in items):
+        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            return [_decode(item, content, transform) for item, content in list(pool.map(_load, items))]
+    return [_decode(*_load(item), transform) for item in items]
 
 
-def _read_item(item: Item, transform: Transform) -> Sample:
+def _load(item: Item) -> tuple[Item, bytes | Image.Image | None]:
+    """Reads what is stored of an item."""
     if item.fault:
         return item, None
     try:
-        content: bytes | Image.Image
         match item.where:
             case ("file", root, _):
-                content = read_bytes(Path(root) / item.key, MAX_IMAGE, Path(root))
+                return item, read_bytes(place_of(root) / item.key, MAX_IMAGE, place_of(root))
             case ("span", path, start, length):
-                with open_regular(Path(path)) as file:
-                    content = _span(file, start, length, MAX_IMAGE)
+                return item, _read_span(place_of(path), start, length)
             case ("row", path, group, number, row, column):
-                content = _table_image(path, group, number, row, column)
+                return item, _table_image(path, group, number, row, column)
             case (_, name, num, size, seed, i):
-                content, caption, attributes = make(name, num, size, seed)[i]
-                item = item._replace(caption=caption, label=", ".join(attributes.values()))
+                image, caption, attributes = make(name, num, size, seed)[i]
+                return item._replace(caption=caption, label=", ".join(attributes.values())), image
+    except OSError as error:
+        return item._replace(fault=f"cannot be read ({reason_of(error)})"), None
+    raise AssertionError(item.where)
+
+
+def _decode(item: Item, content: bytes | Image.Image | None, transform: Transform) -> Sample:
+    if content is None:
+        return item, None
+    try:
         return item, read_image(content, transform)
-    except (Rejected, OSError) as error:
-        fault = str(error) if isinstance(error, Rejected) else f"cannot be read ({reason_of(error)})"
-        return item._replace(fault=fault), None
+    except Rejected as error:
+        return item._replace(fault=str(error)), None
 
 
 def batched(values: Iterable[T], num: int) -> Iterator[list[T]]:
@@ -251,7 +283,7 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
     With no workers it reads them in this process.
     """
     if num_workers < 1:
-        yield lambda items: (_read_item(item, transform) for item in items)
+        yield lambda items: (read for some in batched(items, AT_A_TIME) for read in read_items(some, transform))
         return
 
     def read_ahead(items: Iterable[Item]) -> Samples:
@@ -280,17 +312,16 @@ def _folder_items(root: Path, column: str | None, read_json: bool) -> Iterator[I
     """Images with captions beside them, or in a file of their folder or of one above it."""
     files: dict[Path, list[CaptionFile]] = {}  # of this folder and those above it
     folders, links = set[Path](), list[Path]()
-    for place, subfolders, names in os.walk(root):
-        folder = Path(place)
+    for folder, subfolders, names in _walk(root):
         folders.add(folder)
         visible = sorted(name for name in subfolders if not name.startswith("."))
         links += [folder / name for name in visible if (folder / name).is_symlink()]
         # A data set that was made of images is no source.
-        subfolders[:] = [name for name in visible if not os.path.lexists(folder / name / "dataset.json")]
+        subfolders[:] = [name for name in visible if not exists(folder / name / "dataset.json")]
         for done in [above for above in files if not folder.is_relative_to(above)]:
             for file in files.pop(done):
                 yield from _faults(file, root, file.leftover())
-        if read := read_caption_files(folder, names, root, column):
+        if read := read_caption_files(folder, list(names), root, column):
             files[folder] = read
             for file in read:
                 yield from _faults(file, root, file.faults())
@@ -301,12 +332,21 @@ def _folder_items(root: Path, column: str | None, read_json: bool) -> Iterator[I
                 ]
                 texts = next((texts for texts in listed if texts is not None), ())
                 label = "" if folder == root else folder.name
-                yield _file_item(path, root, texts, label, column, read_json)
+                yield _file_item(path, root, texts, label, column, read_json, names)
     for file in (file for some in files.values() for file in some):
         yield from _faults(file, root, file.leftover())
     for link in links:
-        if not os.path.lexists(link / "dataset.json") and resolved(link) not in folders:
+        if not exists(link / "dataset.json") and resolved(link) not in folders:
             yield Item(link.relative_to(root).as_posix(), (), fault="a linked folder: give it as a source of its own")
+
+
+def _walk(root: Path) -> Iterator[tuple[Path, list[str], dict[str, int | None]]]:
+    """Yields each folder with its subfolders, some of which may be left out, and its files: sizes by name, if known."""
+    if isinstance(root, StorePath):
+        yield from root.walk_store()  # type: ignore[misc]
+    else:
+        for place, subfolders, names in os.walk(root):
+            yield Path(place), subfolders, dict.fromkeys(names)
 
 
 def _faults(file: CaptionFile, root: Path, faults: Iterable[tuple[str, str]]) -> Iterator[Item]:
@@ -314,18 +354,29 @@ def _faults(file: CaptionFile, root: Path, faults: Iterable[tuple[str, str]]) ->
         yield Item((file.path.parent / name).relative_to(root).as_posix(), (), fault=fault)
 
 
-def _file_item(path: Path, root: Path, texts: Texts, label: str, column: str | None, read_json: bool) -> Item:
-    """An image of a folder, with the captions beside it if there are no others."""
-    size, fault = 0, ""
+def _file_item(
+    path: Path,
+    root: Path,
+    texts: Texts,
+    label: str,
+    column: str | None,
+    read_json: bool,
+    names: Mapping[str, int | None],
+) -> Item:
+    """An image of a folder, with the captions beside it if there are no others; `names` are all in the folder."""
+    size, fault = names[path.name] or 0, ""
     try:
-        size = (real_path(path, root) if path.is_symlink() else path).stat().st_size
+        if not isinstance(path, StorePath):
+            size = (real_path(path, root) if path.is_symlink() else path).stat().st_size
         # A text is at hand more often, but who names a column means that of the .json.
         for sidecar in (path.with_suffix(end) for end in ((".txt", ".json") if column is None else (".json", ".txt"))):
-            if texts or (sidecar.suffix == ".json" and not read_json) or not os.path.lexists(sidecar):
+            if texts or (sidecar.suffix == ".json" and not read_json) or sidecar.name not in names:
                 continue
             content = read_bytes(sidecar, MAX_TEXT, root)
             is_text = sidecar.suffix == ".txt"
             texts = (content.decode("utf-8-sig"),) if is_text else captions_in(parse_json(content), column)
+    except StoreError:
+        raise
     except (OSError, ValueError) as error:
         fault = f"image or caption cannot be read ({reason_of(error)})"
     return _item(path.relative_to(root).as_posix(), ("file", str(root), size), texts, label, fault)
@@ -357,6 +408,8 @@ def _tar_items(path: Path, tar: str, column: str | None) -> Iterator[Item]:
                     sample = {}
                 stem = name
                 sample["." + extension.lower()] = member
+        except StoreError:
+            raise
         except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
             damage = f"the archive {DAMAGED} ({printable(reason_of(error), 200)})"
         if sample:
@@ -367,7 +420,8 @@ def _tar_items(path: Path, tar: str, column: str | None) -> Iterator[Item]:
 
 def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
     """Yields the members of an archive; raises ReadError and the like unless it has an end, and all lie before that."""
-    size = os.fstat(raw.fileno()).st_size
+    size = raw.seek(0, os.SEEK_END)
+    raw.seek(0)
     archive: Any = tarfile.TarFile(fileobj=Bounded(raw, MAX_TAR_HEADER), mode="r")
     last = -1
     while (member := archive.next()) is not None:
@@ -401,10 +455,20 @@ def _tar_sample(
                 content = _span(raw, about.offset_data, about.size, MAX_TEXT)
                 is_text = end == ".txt"
                 texts = (content.decode("utf-8-sig"),) if is_text else captions_in(parse_json(content), column)
+    except StoreError:
+        raise
     except (OSError, ValueError) as error:
         fault = f"caption cannot be read ({printable(reason_of(error), 200)})"
     label = posixpath.basename(posixpath.dirname(stem.partition("/")[2]))
     return _item(f"{stem}{extension}", ("span", str(path), member.offset_data, member.size), texts, label, fault)
+
+
+def _read_span(path: Path, start: int, length: int) -> bytes:
+    """Returns the bytes of a member of an archive."""
+    if isinstance(path, StorePath) and length <= MAX_IMAGE:
+        return path.get_range(start, length)
+    with open_regular(path) as file:
+        return _span(file, start, length, MAX_IMAGE)
 
 
 def _span(file: BufferedReader, start: int, length: int, limit: int) -> bytes:
@@ -470,7 +534,7 @@ def _table_image(path: str, group: int, number: int, row: int, column: str) -> b
     last = _open_table.get("at", (None, -1, -1, None))
     if last[:3] != (path, group, number):
         if last[:2] != (path, group) or number < last[2]:
-            _open_table["batches"] = table_batches(Path(path), [column], group)
+            _open_table["batches"] = table_batches(place_of(path), [column], group)
         batch = next((batch for g, i, batch in _open_table["batches"] if (g, i) == (group, number)), None)
         if batch is None:
             raise OSError("the row is no longer there")

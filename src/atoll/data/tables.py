@@ -6,7 +6,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import InputError, shown
+from atoll.errors import InputError, StoreError, shown
 from atoll.storage import open_regular, reason_of
 
 MAX_TABLE_READ = 2 << 30  # bytes: of a record batch
@@ -50,6 +50,8 @@ def table_batches(
                 reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(Bounded(raw, MAX_TABLE_READ))
                 batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
                 yield from ((0, i, batch) for i, batch in enumerate(batches))
+    except StoreError:
+        raise
     except damaged as error:
         raise OSError(f"cannot be read as Parquet or Arrow: {reason_of(error)}") from error
 
@@ -63,6 +65,8 @@ def column_names(path: Path, root: Path | None = None) -> list[str]:
 
             with parquet.ParquetFile(raw, buffer_size=1 << 20) as file:
                 return list(file.schema_arrow.names)
+    except StoreError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise OSError(f"cannot be read as Parquet: {reason_of(error)}") from error
 

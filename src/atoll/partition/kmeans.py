@@ -6,8 +6,10 @@ Euclidean; a row of zeros stays one and is equally far from everything.
 
 k-means here is greedy k-means++ and Lloyd's passes on a small random sample; there the worst-placed centroids are
 moved until that no longer helps ("breathing", after Fritzke 2020, arXiv 2006.15666), which gains more than restarts
-do at the same cost. Lloyd's passes then go over all rows that fit in memory, and one last pass streams over
-every row. Results depend on the rows, the arguments and the seed only.
+do at the same cost. Further passes stream over every row. Results depend on the rows, the arguments and the seed only.
+
+Memory: the sample, 64 rows per centroid (at least 16,384), twice; a few matrices of centroids; and 50 bytes per row
+for numbers, labels and distances. With 1024 centroids of 1024 numbers that is 0.6 GB, and 0.5 GB per 10 million rows.
 """
 
 import json
@@ -32,11 +34,11 @@ from atoll.tensors import TensorFile
 CHUNK = 4096  # rows read at once; fixed, so that no result depends on it
 SEEDING_ROWS = 16  # per centroid, in the sample that k-means starts on
 STARTS_MOST_K = 64  # up to so many clusters, k-means++ starts 10 times
-PASSES = 2  # over all rows in memory, where they are many more than the sample
+SAMPLE = 4  # times the rows that k-means++ starts on, for Lloyd's passes in memory
+PASSES = 2  # over all rows, where they are more than the sample
 DRAWS = 8  # points that k-means++ chooses at once, and how many it draws for each
 CELL_ROWS = 8  # a fine centroid should stand for so many rows at least
 MOST_SPLITS = 16  # rounds of splitting cells for the cap
-MEMORY = 1 << 30  # bytes of rows that are held at once
 SILHOUETTE_ROWS = 2000
 METRICS = ("euclidean", "cosine")
 FORMAT = 1
@@ -174,27 +176,53 @@ class Clusters:
 def kmeans(rows: FeatureRows, k: int, metric: str = "euclidean", seed: int = 0, progress: bool = False) -> Clusters:
     """Returns k clusters of little inertia.
 
-    On the sample, Lloyd's passes end when one gains less than 1e-4 of the inertia; over many more rows there are two.
+    On the sample, Lloyd's passes end when one gains less than 1e-4 of the inertia; over more rows there are two.
     There are 10 k-means++ starts for up to 64 clusters and one for more, where three gained 0.4% and
-    moving centroids 2.5% in the same time. The rows in memory take MEMORY bytes at most, and chunks come on top.
+    moving centroids 2.5% in the same time.
     """
     check_k(k, len(rows))
     width = read(rows, np.array([0]), metric).shape[1]
-    indices = sample_indices(len(rows), max(k, MEMORY // (4 * width)), seed)
+    few = max(CHUNK, SEEDING_ROWS * k)
+    indices = sample_indices(len(rows), SAMPLE * few, seed)
     x = torch.empty(len(indices), width)
     for part, values in stream(rows, metric, "reading", progress, indices):
         x[part] = values
     origin = origin_of(x, metric)
-    points = _Points(x.sub_(origin), metric == "cosine")
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(x), generator=generator)
-    few = max(CHUNK, SEEDING_ROWS * k)
-    centroids = _start(points.at(order[:few]), k, 10 if k <= STARTS_MOST_K else 1, generator)
-    centroids, _ = points.at(order[: 4 * few]).lloyd(centroids, 50, 1e-4, progress)
-    if 4 * few < len(order):
-        centroids, _ = points.lloyd(centroids, PASSES, 0, progress)
+    x = x.sub_(origin)[torch.randperm(len(x), generator=generator)]
+    points = _Points(x, metric == "cosine")
+    centroids = _start(points.at(torch.arange(min(few, len(x)))), k, 10 if k <= STARTS_MOST_K else 1, generator)
+    centroids, _ = points.lloyd(centroids, 50, 1e-4, progress)
+    centroids += origin
     del points, x
-    return _finish(rows, centroids + origin, metric, progress)
+    for _ in range(PASSES if len(indices) < len(rows) else 0):
+        centroids = _stream_pass(rows, centroids, metric, progress)
+    return _finish(rows, centroids, metric, progress)
+
+
+def _stream_pass(rows: FeatureRows, centroids: Tensor, metric: str, progress: bool) -> Tensor:
+    """Returns the centroids after one of Lloyd's passes over all rows; those without rows go to rows that cost most."""
+    k, costs, origin = len(centroids), torch.empty(len(rows)), origin_of(centroids, metric)
+    shifted = centroids - origin
+    sums, sizes = torch.zeros(shifted.shape, dtype=torch.float64), torch.zeros(k, dtype=torch.int64)
+    for part, chunk in stream(rows, metric, "k-means", progress):
+        x = chunk - origin
+        costs[part], labels = nearest(x, shifted)
+        sums += add_up(x, labels, k)
+        sizes += torch.bincount(labels, minlength=k)
+    moved = _means(sums, sizes, shifted, metric == "cosine")
+    empty = (sizes == 0).nonzero()[:, 0]
+    far = costs.topk(len(empty)).indices.sort().values
+    far = far[costs[far] > 0]
+    if len(far):
+        moved[empty[: len(far)]] = read(rows, far.numpy(), metric) - origin
+    return moved + origin
+
+
+def _means(sums: Tensor, sizes: Tensor, centroids: Tensor, spherical: bool) -> Tensor:
+    """Returns the mean of each cluster, of length 1 if spherical; that of an empty one stays where it was."""
+    weights = torch.linalg.vector_norm(sums, dim=1) if spherical else sizes
+    return torch.where(weights[:, None] > 1e-9, sums / weights[:, None], centroids).float()
 
 
 def _finish(rows: FeatureRows, centroids: Tensor, metric: str, progress: bool) -> Clusters:
@@ -230,16 +258,12 @@ class _Points:
         return torch.cat([d for d, _ in parts]) * self.weights, torch.cat([label for _, label in parts])
 
     def means(self, labels: Tensor, centroids: Tensor) -> Tensor:
-        """Returns the mean of each cluster; that of an empty one stays where it was."""
         k = len(centroids)
         sums = torch.zeros(k, self.x.shape[1], dtype=torch.float64)
         for x, w, own in zip(self.x.split(CHUNK), self.weights.split(CHUNK), labels.split(CHUNK), strict=True):
             sums += add_up(x * w[:, None], own, k)
-        if self.spherical:
-            sizes = torch.linalg.vector_norm(sums, dim=1)
-        else:
-            sizes = torch.zeros(k, dtype=torch.float64).index_add_(0, labels, self.weights.double())
-        return torch.where(sizes[:, None] > 1e-9, sums / sizes[:, None], centroids).float()
+        sizes = torch.zeros(k, dtype=torch.float64).index_add_(0, labels, self.weights.double())
+        return _means(sums, sizes, centroids, self.spherical)
 
     def lloyd(self, centroids: Tensor, most: int, tolerance: float, progress: bool = False) -> tuple[Tensor, float]:
         """Returns the centroids after at most so many passes, and the inertia at the last of them."""

@@ -1,23 +1,37 @@
 """From a data set to its clusters: `atoll partition` and `atoll assign`."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import trange
 
 from atoll.cards import PartitionCard, require_same
-from atoll.data.shards import Dataset, open_to_regroup, regroup
+from atoll.data.shards import Column, Dataset, Shard, open_to_regroup, regroup, write_shard
 from atoll.data.view import decode_rows
 from atoll.encoders.codecs import is_quick, load_codec
 from atoll.encoders.text import GOLDEN, split_mix
 from atoll.errors import InputError, printable, unknown
-from atoll.partition.kmeans import METRICS, Centroids, assign, capacity_of, check_k, hierarchical, measure
+from atoll.object_store import StorePath, download, place_of
+from atoll.partition.kmeans import (
+    CHUNK,
+    METRICS,
+    Centroids,
+    FeatureRows,
+    assign,
+    capacity_of,
+    check_k,
+    hierarchical,
+    measure,
+)
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import cluster_map, contact_sheet
+from atoll.storage import exists
 
 METHODS = ("kmeans", "random", "label")
 CENTROIDS = "centroids.safetensors"
@@ -41,11 +55,10 @@ def partition(
         raise unknown("metric", metric, METRICS)
     if method == "random" and cap is not None:
         raise InputError("random clusters are of equal size already: leave --balance out")
-    with open_to_regroup(Path(folder)) as data:
+    with open_to_regroup(place_of(folder)) as data, local_features(data, progress) as features:
         notes, centroids = list[str](), None
         settings: dict[str, Any] = {"method": method, "seed": seed}
         if method == "kmeans":
-            features = data.column("features")
             centroids, labels = hierarchical(features, num_experts, metric, fine, cap, seed, progress)
             used = len(centroids.fine)
             settings |= {"metric": metric, "fine": used, "cap": cap}
@@ -55,29 +68,29 @@ def partition(
             labels = by_random(len(data), num_experts, seed)
         else:
             labels = by_label(data.strings("label"), num_experts, cap)
-        return [*notes, *_write(data, labels, num_experts, centroids, settings, metric, progress)]
+        return [*notes, *_write(data, features, labels, num_experts, centroids, settings, metric, progress)]
 
 
 def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -> list[str]:
     """Places another data set into the clusters of an existing partition."""
-    existing = Path(existing)
+    existing = place_of(existing)
     card = PartitionCard.read(existing)
-    if not os.path.lexists(existing / CENTROIDS):
+    if not exists(existing / CENTROIDS):
         by = printable(card.method, 60)
         raise InputError(f"the partition in {existing} was made by {by}, without centroids to assign by")
     centroids = Centroids.load(existing / CENTROIDS)
     if (card.metric, card.features.dim) != (centroids.metric, centroids.fine.shape[1]):
         raise InputError(f"{existing} does not hold the centroids that it describes: copy it again from its source")
-    with open_to_regroup(Path(folder)) as data:
+    with open_to_regroup(place_of(folder)) as data, local_features(data, progress) as features:
         for part in ("features", "codec", "text"):
             require_same(getattr(data.card, part), getattr(card, part), part, data.folder, existing)
         if data.card.latent_shape != card.latent_shape:
             raise InputError(
                 f"latents are {data.card.latent_shape}, there {card.latent_shape}: prepare with its --size"
             )
-        labels = assign(data.column("features"), centroids, progress)
+        labels = assign(features, centroids, progress)
         settings = {key: getattr(card, key) for key in ("method", "seed", "metric", "fine", "cap")}
-        return _write(data, labels, centroids.num_clusters, centroids, settings, centroids.metric, progress)
+        return _write(data, features, labels, centroids.num_clusters, centroids, settings, centroids.metric, progress)
 
 
 def by_random(num_rows: int, k: int, seed: int = 0) -> Tensor:
@@ -116,8 +129,25 @@ def by_label(labels: Sequence[str], k: int, cap: float | None = None) -> Tensor:
     return torch.from_numpy(of_name[of_row])
 
 
+@contextmanager
+def local_features(data: Dataset, progress: bool = True) -> Iterator[Column]:
+    """Yields the features of a data set; those of an object store from temporary shards, since they are read often."""
+    column = data.column("features")
+    if not isinstance(data.folder, StorePath):
+        yield column
+        return
+    with TemporaryDirectory(prefix="atoll-") as folder:
+        shards = []
+        for start in trange(0, len(column), CHUNK, desc="read features", disable=not progress, leave=False):
+            features, path = column[start : start + CHUNK], Path(folder) / f"{start}.safetensors"
+            write_shard(path, {"row": np.arange(start, start + len(features)), "features": features}, {})
+            shards.append(Shard(path))
+        yield Dataset(Path(folder), data.card, shards).column("features")
+
+
 def _write(
     data: Dataset,
+    features: FeatureRows,
     labels: Tensor,
     num_clusters: int,
     centroids: Centroids | None,
@@ -126,31 +156,39 @@ def _write(
     progress: bool,
 ) -> list[str]:
     """Regroups the rows, with all that describes the clusters beside them."""
-    quality = measure(data.column("features"), labels, num_clusters, metric, progress)
+    quality = measure(features, labels, num_clusters, metric, progress)
     parts = {part: getattr(data.card, part) for part in ("latent_shape", "features", "codec", "text")}
     card = PartitionCard(**settings, num_clusters=num_clusters, **quality, **parts)
 
     def finish(staged: Path) -> None:
         if centroids is not None:
             centroids.save(staged / CENTROIDS)
-        _draw(data, labels, num_clusters, staged)
+        _draw(data, features, labels, num_clusters, staged)
         card.write(staged)
 
     regroup(data, labels.numpy(), num_clusters, finish, progress)
     folder, mean = data.folder, len(data) / num_clusters
     score = "none" if card.silhouette is None else f"{card.silhouette:.3f}"
-    copied = [name for name in ("dataset.json", "vae", "text_encoder", "tokenizer") if (folder / name).exists()]
+    if isinstance(folder, StorePath):
+        train = f"to train cluster 0 anywhere: atoll train {folder} --cluster 0 --out expert"
+    else:
+        names = [name for name in ("dataset.json", "vae", "text_encoder", "tokenizer") if (folder / name).exists()]
+        train = f"to train cluster 0 elsewhere, copy {folder}/{{{', '.join([*names, 'clusters/00'])}}}"
     return [
         f"{folder}: {num_clusters} clusters by {printable(card.method, 60)}, silhouette {score}",
         *(f"  cluster {k:02d}: {size:7} images, {size / mean:4.2f} of the mean" for k, size in enumerate(card.sizes)),
         f"look: {folder / 'clusters' / 'map.png'} and sheet.png in each cluster",
-        f"to train cluster 0 elsewhere, copy {folder}/{{{', '.join([*copied, 'clusters/00'])}}}",
+        train,
     ]
 
 
-def _draw(data: Dataset, labels: Tensor, num_clusters: int, folder: Path) -> None:
+def _draw(data: Dataset, features: FeatureRows, labels: Tensor, num_clusters: int, folder: Path) -> None:
     """Draws a contact sheet of each cluster, and a map of all."""
-    rng, codec = np.random.default_rng(0), load_codec(data.folder)
+    with TemporaryDirectory(prefix="atoll-") as local:
+        if isinstance(data.folder, StorePath):
+            download(data.folder / "vae", Path(local) / "vae")
+        codec = load_codec(local if isinstance(data.folder, StorePath) else data.folder)
+    rng = np.random.default_rng(0)
     on_a_sheet, on_the_map = (60, 900) if is_quick(codec) else (16, 120)
     for cluster in range(num_clusters):
         members = np.flatnonzero(labels == cluster)
@@ -161,7 +199,7 @@ def _draw(data: Dataset, labels: Tensor, num_clusters: int, folder: Path) -> Non
         sheet = contact_sheet(decode_rows(data, rows, codec), title, data.strings("caption", rows[:3]))
         save_image(sheet, folder / f"{cluster:02d}" / "sheet.png")
     rows = np.sort(rng.choice(len(data), min(on_the_map, len(data)), replace=False))
-    features = data.column("features")[rows].astype(np.float64)
+    positions = np.asarray(features[rows]).astype(np.float64)
     names = [f"cluster {cluster}" for cluster in range(num_clusters)]
-    figure = cluster_map(features, labels[rows].numpy(), decode_rows(data, rows, codec, side=32), names)
+    figure = cluster_map(positions, labels[rows].numpy(), decode_rows(data, rows, codec, side=32), names)
     save_image(figure, folder / "map.png")

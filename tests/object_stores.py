@@ -1,0 +1,157 @@
+"""S3 servers for tests: moto's in this process, SeaweedFS as a process of its own, and servers that do wrong."""
+
+import http.server
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+SECRET = "a-secret-that-no-one-may-see"
+BUCKET = "lake"
+
+
+def use_server(patch, endpoint):
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "someone",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        patch.setenv(name, value)
+
+
+def make_bucket(endpoint):
+    import boto3
+
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=BUCKET)
+
+
+@contextmanager
+def moto_server():
+    """Yields the URL of an empty bucket; the environment says where it is."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        use_server(patch, endpoint)
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/moto-api/reset", method="POST")).close()
+        make_bucket(endpoint)
+        yield f"s3://{BUCKET}"
+    server.stop()
+
+
+class WrongServer:
+    """An HTTP server that answers every request with one status and body, cut short or never, and counts them."""
+
+    def __init__(self, status=200, body="", length=None, hang=False):
+        self.requests, self.release = [], threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(handler):
+                self.requests.append(f"{handler.command} {handler.path}")
+                if hang:
+                    self.release.wait(60)
+                    return
+                handler.send_response(status)
+                handler.send_header("Content-Length", str(len(body) if length is None else length))
+                handler.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+                handler.send_header("ETag", '"1"')
+                handler.end_headers()
+                if handler.command != "HEAD":
+                    handler.wfile.write(body.encode())
+                handler.close_connection = True
+
+            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self.server.server_port}", self.requests
+
+    def __exit__(self, *_):
+        self.release.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class SeaweedFS:
+    """A real S3 server in a process of its own, that can be killed and started again with what it has stored."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.process = folder, None
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "s3.json").write_text(
+            '{"identities": [{"name": "someone", "credentials": [{"accessKey": "someone", "secretKey": "'
+            + SECRET
+            + '"}], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}'
+        )
+        self.ports = [_free_port() for _ in range(4)]
+        self.endpoint = f"http://127.0.0.1:{self.ports[0]}"
+
+    def start(self) -> None:
+        weed = shutil.which("weed") or str(Path(os.sys.executable).parent / "weed")
+        s3, master, volume, filer = self.ports
+        grpc = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
+        with (self.folder / "log.txt").open("ab") as log:
+            self.process = subprocess.Popen(
+                [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder}", "-s3", f"-s3.port={s3}",
+                 f"-s3.config={self.folder / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}",
+                 f"-filer.port={filer}", f"-master.port.grpc={grpc['master']}", f"-volume.port.grpc={grpc['volume']}",
+                 f"-filer.port.grpc={grpc['filer']}", f"-s3.port.grpc={grpc['s3']}", "-volume.max=20",
+                 "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"],
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + 90
+        while True:
+            with suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"{self.endpoint}/status", timeout=2).close()
+                return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"SeaweedFS does not start: {(self.folder / 'log.txt').read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def seaweedfs(folder: Path):
+    """Yields a running server with an empty bucket; the environment says where it is."""
+    pytest.importorskip("boto3")
+    server = SeaweedFS(folder)
+    server.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            use_server(patch, server.endpoint)
+            make_bucket(server.endpoint)
+            yield server
+    finally:
+        server.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
