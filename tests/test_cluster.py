@@ -82,6 +82,7 @@ class TestMistakes:
             EngineSettings(at_a_time=0)
 
     @pytest.mark.slow
+    @pytest.mark.cluster
     @pytest.mark.parametrize(("version", "has"), [("9.9.9", "atoll 9.9.9"), (None, "no atoll")])
     def test_a_node_that_would_train_something_else(self, tmp_path, version, has):
         """Its packages are described by another folder, which Python looks into first."""
@@ -186,6 +187,7 @@ def nothing_is_left(out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.bits
 @pytest.mark.timeout(900)
 class TestTraining:
@@ -269,6 +271,7 @@ class TestTraining:
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_evaluation(data, cluster, tmp_path):
     """Two models, judged on the cluster: the figures of one process."""

@@ -79,7 +79,7 @@ def address() -> Iterator[str]:
         yield cluster.address
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.cluster])])
 def run(request) -> Callable[..., list[Run]]:
     """Runs jobs, so many at a time, on either engine."""
     if request.param == "local":
