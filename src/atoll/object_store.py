@@ -173,16 +173,19 @@ class Store:
             found = _obstore().list_with_delimiter(store, prefix or None)
         start = len(prefix) + 1 if prefix else 0
         folders = sorted(check_key(folder.rstrip("/")[start:]) for folder in found["common_prefixes"])
-        objects = {check_key(entry["path"][start:]): entry["size"] for entry in found["objects"]}
-        return folders, dict(sorted(objects.items()))
+        # Some servers keep an empty object in the place of a folder.
+        names = {entry["path"][start:]: entry["size"] for entry in found["objects"]}
+        objects = {name: size for name, size in sorted(names.items()) if name and name not in folders}
+        return folders, {check_key(name): size for name, size in objects.items()}
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Returns the key and size of each object below a prefix, in order of keys."""
         found: list[tuple[str, int]] = []
         with self._request(prefix, everything=not prefix) as store:
             for page in _obstore().list(store, prefix or None):
-                found += [(check_key(entry["path"]), entry["size"]) for entry in page]
-        return sorted(found)
+                found += [(check_key(entry["path"]), entry["size"]) for entry in page if entry["path"] != prefix]
+        folders = {key[:i] for key, _ in found for i, letter in enumerate(key) if letter == "/"}
+        return sorted((key, size) for key, size in found if key not in folders)
 
     def head(self, key: str) -> tuple[int, str]:
         """Returns the size and the etag of an object; raises FileNotFoundError if there is none."""

@@ -16,17 +16,18 @@ def inspect(
       atoll inspect data --sheet sheet.png
 
     Args:
-        data: A folder that `atoll prepare` has made.
+        data: A folder that `atoll prepare` has made, or its URL, of which a copy is made.
         sheet: Where to write the contact sheet; DATA/sheet.png by default.
         seed: Chooses which images are on the sheet.
     """
+    from atoll.data.local_copy import local_copy
     from atoll.data.overview import describe, draw_sheet
     from atoll.data.shards import Dataset
     from atoll.errors import printable
     from atoll.plots.canvas import save_image
 
-    dataset = Dataset.open(data, partial=True)
+    dataset = Dataset.open(local_copy(data), partial=True)
     print(*map(printable, describe(dataset)), sep="\n")
-    path = sheet or data / "sheet.png"
+    path = sheet or dataset.folder / "sheet.png"
     save_image(draw_sheet(dataset, seed), path)
     print(f"contact sheet: {path}")

@@ -1,0 +1,54 @@
+"""`atoll train` from an object store against the same data on the local disk: seconds of whole runs, interleaved.
+
+    python benchmarks/train_store.py s3://bucket/data [--cluster 0] [--steps 400] [--batch 64] [--rounds 2]
+
+The data is partitioned. Each run from the store begins with an empty cache, so the copy of the cluster is within the
+time that is measured; the local runs read a copy that is made before.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from atoll.object_store import download, place_of
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--cluster", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    ratios = []
+    with tempfile.TemporaryDirectory() as home:
+        local = Path(home) / "data"
+        download(place_of(args.url), local)
+
+        def seconds(data: object, name: str) -> float:
+            flags = ["--cluster", args.cluster, "--steps", args.steps, "--batch", args.batch, "--model", "mini"]
+            command = [sys.executable, "-m", "atoll", "train", data, *flags, "--out", f"{home}/{name}"]
+            environment = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache-{name}"}
+            start = time.perf_counter()
+            subprocess.run([str(word) for word in command], check=True, capture_output=True, env=environment)
+            return time.perf_counter() - start
+
+        for i in range(args.rounds):
+            here, there = seconds(local, f"local-{i}"), seconds(args.url, f"store-{i}")
+            same = len({(Path(home) / f"{name}-{i}" / "model.safetensors").read_bytes() for name in ("local", "store")})
+            assert same == 1, "the weights differ"
+            ratios.append(here / there)
+            print(f"local disk {here:.1f} s, store {there:.1f} s: {ratios[-1]:.3f}x, weights equal", flush=True)
+    print(f"throughput from the store / from the local disk: {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
