@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help setup demo test test-slow test-cpus check format figures bench clean
+.PHONY: help setup demo test test-slow test-cluster test-cpus check format figures bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "atoll needs Python 3.11 or newer: make PYTHON=python3.11 setup"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,store,text,eval,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,store,text,ray,eval,dev]'
 	touch $@
 
 demo: setup  ## data, experts, one model, samples and a report: demo/report.html
@@ -26,7 +26,10 @@ test: setup  ## run the tests, on all cores
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: setup  ## run the tests that take minutes or gigabytes
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not cluster"
+
+test-cluster: setup  ## run the tests that start a Ray cluster of several nodes on this machine
+	$(BIN)/python -m pytest -m "slow and cluster"
 
 test-cpus: setup  ## run the tests of equal bits as on CPUs with fewer instructions
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \

@@ -162,7 +162,7 @@ def print_tables() -> None:
     print("Fixed parts\n")
     print("| model | parameters | weights, EMA, moments | gradients | CUDA itself | together |")
     print("|---|---|---|---|---|---|")
-    for name in ("b/2", "l/2", "xl/2"):
+    for name in ("b/2", "l/2", "xl/2", "3b/2"):
         found = predict(DiTConfig(**preset(name)), replace(settings, micro_batch=1), **cuda)
         gradients = found.weights // 4
         parts = (found.weights, gradients, found.base)
@@ -179,6 +179,14 @@ def print_tables() -> None:
             cells += [in_words(found.update), in_words(found.total)]
         row(num, *cells)
 
+    print("\n3b/2 on several GPUs, --shard --checkpointing, by micro-batch\n")
+    print("| micro-batch | 1 GPU | 2 | 4 | 8 | 16 |")
+    print("|---|---|---|---|---|---|")
+    for num in (1, 8, 32):
+        trial = replace(settings, micro_batch=num, checkpointing=True, shard=True)
+        sizes_of = (predict(DiTConfig(**preset("3b/2")), trial, processes=many, **cuda) for many in (1, 2, 4, 8, 16))
+        row(num, *(in_words(found.total) for found in sizes_of))
+
     print("\nThe largest micro-batch\n")
     sizes = (16, 24, 48, 80)
     print("| model | checkpointing |", " | ".join(f"{size} GB" for size in sizes), "|")
@@ -193,7 +201,7 @@ def print_tables() -> None:
     print("\nOn disk\n")
     print("| model | an expert, fp32 | bf16 | a state | states while training |")
     print("|---|---|---|---|---|")
-    for name in ("b/2", "l/2", "xl/2"):
+    for name in ("b/2", "l/2", "xl/2", "3b/2"):
         weights = 4 * num_parameters(DiTConfig(**preset(name)))
         row(name, *map(in_words, (weights, weights // 2, 4 * weights, 3 * 4 * weights)))
 

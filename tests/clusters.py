@@ -16,7 +16,9 @@ def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     node = {**NODE, **options}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    system = {"worker_niceness": 0}  # or whatever else this machine does comes first
+    head = {**node, "include_dashboard": False, "_system_config": system}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes - 1):
             cluster.add_node(**node)

@@ -1,6 +1,7 @@
 """Many processes on one machine: what becomes of them when they end, crash or are stopped. Small scripts stand in."""
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -17,10 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.diffusion.objective import OBJECTIVES
+from atoll.diffusion.objective import OBJECTIVES, get_objective
 from atoll.engines import engine as engines
-from atoll.engines.engine import Job, Run, latest_metrics
-from atoll.engines.local import Local, find_slots
+from atoll.engines.engine import Job, Resources, Run, latest_metrics
+from atoll.engines.local import Local, find_slots, in_order
 from atoll.engines.train_all import parse_by_number, parse_objectives
 from atoll.errors import InputError
 from clusters import ray_cluster
@@ -79,7 +80,7 @@ def address() -> Iterator[str]:
         yield cluster.address
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.cluster])])
 def run(request) -> Callable[..., list[Run]]:
     """Runs jobs, so many at a time, on either engine."""
     if request.param == "local":
@@ -185,6 +186,21 @@ class TestSlots:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
         assert find_slots("cuda") == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "6"}]
         assert find_slots("cuda:1") == [{}]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+        assert find_slots("auto", Resources(gpus=2)) == [
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            {"CUDA_VISIBLE_DEVICES": "2,3"},
+        ]
+
+    def test_too_few(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(InputError, match="a job asks for 4 GPUs, and this machine has 2: ask for fewer, or use a"):
+            find_slots("auto", Resources(gpus=4))
+        with pytest.raises(InputError, match="a job asks for 9999 CPUs, and this machine has"):
+            find_slots("cpu", Resources(9999))
+        with pytest.raises(InputError, match="a job needs at least one CPU"):
+            Resources(0)
 
 
 class TestRuns:
@@ -297,6 +313,31 @@ class TestRuns:
     def test_one_that_was_stopped(self, run, job):
         results = run([job(0, "tell(40)")], 1)
         assert outcomes(results) == [("expert 0", "stopped", 40, 0)]
+
+
+class TestMap:
+    def test_results_are_in_order_and_mistakes_are_raised(self):
+        engine = Local("cpu", 2)
+        assert list(engine.map(abs, range(-9, 0))) == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+        with pytest.raises(InputError, match="unknown objective 'fn'"):
+            list(engine.map(get_objective, ["fm", "fn"]))
+
+    def test_a_process_that_is_killed(self):
+        with pytest.raises(InputError, match="a process was killed, perhaps for lack of memory: rerun"):
+            list(Local("cpu", 1).map(os._exit, [9]))
+
+    def test_few_are_read_ahead(self):
+        """Of what there is no end of."""
+        read = []
+
+        def endless() -> Iterator[int]:
+            for number in itertools.count():
+                read.append(number)
+                yield number
+
+        results = in_order(lambda item: item, lambda item: item, endless(), 4)
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+        assert len(read) <= 7
 
 
 class TestStopping:

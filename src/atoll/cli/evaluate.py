@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from atoll.engines.settings import EngineSettings
 from atoll.experiments.settings import MetricSettings
 from atoll.sampling.settings import Sampling
 
@@ -14,6 +15,7 @@ def evaluate(
     settings: Annotated[MetricSettings, tyro.conf.arg(name="")],
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(batch=50),  # noqa: B008
     cluster: int | None = None,
+    engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     out: Path = Path("evaluation"),
 ) -> None:
     """Measure how good the images of one or several models are, against the data that they were trained on.
@@ -34,6 +36,8 @@ def evaluate(
         settings: What is measured.
         sampling: How images are made.
         cluster: The number of a cluster, to take only its captions and images.
+        engine: Where images are made and measured: local, one model after the other in this process; ray, several at
+            a time.
         out: The folder for results.json, results.md, samples.png, metrics.png and all images.
     """
     from atoll.data.local_copy import local_copy
@@ -46,6 +50,7 @@ def evaluate(
         raise InputError("there is nothing to evaluate: give one or several models, and then the data")
     *models, place = folders
     data = local_copy(place, cluster)
-    results = measure(name_contenders(models, sampling), data, out, settings, cluster)
+    where = engine.open(settings.device) if engine.engine == "ray" else None
+    results = measure(name_contenders(models, sampling), data, out, settings, cluster, engine=where)
     print(render_table(results).split("\n\n")[1])
     print(f"{out / 'results.md'}: this table with what it takes to repeat it; samples.png and metrics.png beside it")

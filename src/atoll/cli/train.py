@@ -14,6 +14,7 @@ def train(
     settings: Annotated[ExpertSettings, tyro.conf.arg(name="")],
     cluster: str = "all",
     init: Path | None = None,
+    mirror: str | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -36,6 +37,8 @@ def train(
         settings: How to train.
         cluster: The number of a cluster, or all.
         init: A folder with first weights: another expert, or what `atoll convert` has made.
+        mirror: A URL of an object store, such as s3://bucket/run, to keep the folder in as well: another machine
+            resumes from there.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [expert]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
@@ -45,7 +48,9 @@ def train(
 
     del recipe  # read before the flags were: main.py
     number = parse_cluster(cluster)
-    print(*train_expert(local_copy(data, number), number, settings, out, init, dry_run=dry_run), sep="\n")
+    print(
+        *train_expert(local_copy(data, number), number, settings, out, init, dry_run=dry_run, mirror=mirror), sep="\n"
+    )
 
 
 def parse_cluster(text: str) -> int | None:

@@ -21,6 +21,7 @@ def train_all(
     engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     cpus_per_expert: int = 1,
     gpus_per_expert: int | None = None,
+    mirror: str | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -35,6 +36,7 @@ def train_all(
       atoll train-all data --init pretrained --dry-run --out run
       atoll train-all data --experts 0,2 --out run
       atoll train-all data --model 3b/2 --shard --gpus-per-expert 8 --engine ray --out /shared/run
+      atoll train-all s3://bucket/data --engine ray --mirror s3://bucket/run --out run
 
     Args:
         data: A folder that `atoll prepare` and `atoll partition` have made, or its URL in an object store.
@@ -50,6 +52,8 @@ def train_all(
         engine: Where they run.
         cpus_per_expert: Cores of each; with --device cpu, a process for every --threads of them.
         gpus_per_expert: GPUs of each, with a process per GPU; one by default where there are any.
+        mirror: A URL of an object store, such as s3://bucket/run, to keep the folders in as well: nodes that
+            share no folder resume from there.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings of the experts in its table
             [expert], of the router in [router], of both above them; flags win over it.
         dry_run: Print what each would be trained with, the memory it needs and how many run at a time, and stop.
@@ -61,5 +65,7 @@ def train_all(
     del recipe  # read before the flags were: main.py
     chosen, resources = router_settings if router else None, Resources(cpus_per_expert, gpus_per_expert)
     where = engine.open(settings.device)
-    lines = train(place_of(data), out, settings, objectives, experts, init, chosen, where, resources, dry_run=dry_run)
+    lines = train(
+        place_of(data), out, settings, objectives, experts, init, chosen, where, resources, mirror, dry_run=dry_run
+    )
     print(*lines, sep="\n")

@@ -13,6 +13,7 @@ def train_router(
     out: Path,
     settings: Annotated[RouterSettings, tyro.conf.arg(name="")],
     method: Literal["network", "centroids"] = "network",
+    mirror: str | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -28,6 +29,8 @@ def train_router(
         out: The folder to make: the router, its metrics and the checkpoints to resume from.
         settings: How to train.
         method: network, or centroids for a router that needs no training.
+        mirror: A URL of an object store, such as s3://bucket/run, to keep the folder in as well: another machine
+            resumes from there.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [router]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
@@ -43,4 +46,4 @@ def train_router(
     if method == "centroids":
         print(*make_centroid_router(local_copy(data), settings, out), sep="\n")
     else:
-        print(*train(local_copy(data), settings, out, dry_run=dry_run), sep="\n")
+        print(*train(local_copy(data), settings, out, dry_run=dry_run, mirror=mirror), sep="\n")

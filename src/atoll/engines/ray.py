@@ -6,6 +6,8 @@ process saves a checkpoint if it still can and ends, and the job starts again el
 
 import os
 import platform
+import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,10 +39,14 @@ class Ray:
 
     def _connect(self, address: str | None) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = address or os.environ.get("RAY_ADDRESS")
         try:
-            self.ray.init(address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="error")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where, reason = f"at {address}" if address else "on this machine", str(error).splitlines()[0][:200]
+            if address and (place := re.search(r"([^/]+):(\d{1,5})$", address)):
+                # Ray itself would wait for many minutes.
+                socket.create_connection((place[1].strip("[]"), int(place[2])), timeout=10).close()
+            self.ray.init(address or "auto", log_to_driver=False, logging_level="error")
+        except (OSError, ValueError, OverflowError, RuntimeError) as error:
+            where, reason = f"at {address}" if address else "on this machine", reason_of(error)[:200]
             raise InputError(
                 f"there is no Ray cluster {where} ({reason}): start one by `ray start --head`, or give its --address"
             ) from error

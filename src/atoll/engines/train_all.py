@@ -23,6 +23,7 @@ from atoll.training.dry_run import forecast
 from atoll.training.expert import ExpertTask
 from atoll.training.loop import build_task
 from atoll.training.memory import available, in_words
+from atoll.training.mirror import Mirror
 from atoll.training.router import RouterTask
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, as_flags, refuse_another
 from atoll.training.task import CaptionedTask
@@ -40,6 +41,7 @@ class Part(NamedTuple):
     cluster: int | None = None  # of an expert; None: all of the data
     init: "Part | Path | None" = None  # whose weights it starts from
     teacher: Path | None = None  # of a student
+    mirror: str | None = None  # a URL where its folder is kept too
 
     @property
     def init_folder(self) -> Path | None:
@@ -70,7 +72,8 @@ class Part(NamedTuple):
         on_cpu = self.settings.device == "cpu" or resources.gpus == 0
         processes = max(1, resources.cpus // threads) if on_cpu else resources.gpus or 1
         launch = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else []
-        command = [sys.executable, *launch, "-m", "atoll.cli.main", *self.verb, "--out", str(self.folder)]
+        mirror = ["--mirror", self.mirror] if self.mirror else []
+        command = [sys.executable, *launch, "-m", "atoll.cli.main", *self.verb, "--out", str(self.folder), *mirror]
         return Job(
             self.name,
             [*command, *as_flags(self.settings)],
@@ -91,6 +94,7 @@ def train_all(
     router: RouterSettings | None = None,
     engine: Engine | None = None,
     resources: Resources = USUAL,
+    mirror: str | None = None,
     progress: bool = True,
     dry_run: bool = False,
 ) -> Sequence[str]:
@@ -108,6 +112,8 @@ def train_all(
     ]
     if router is not None:
         parts.append(Part("router", out / "router", router, data))
+    if mirror:
+        parts = [part._replace(mirror=f"{mirror.rstrip('/')}/{part.folder.name}") for part in parts]
     jobs = [part.job(resources) for part in parts]
     refuse_inside(out, data)
     if dry_run:
@@ -116,6 +122,9 @@ def train_all(
         return _preview(parts, engine.slots(resources), settings.torch_device)
     with work_folder(out):
         runs = engine.run(jobs, progress)
+        for part in parts:
+            if part.mirror:  # what was trained on a node that shares no folder with this machine
+                Mirror(part.mirror, part.folder).restore(state=False)
     lines = [f"{out}: {sum(run.status == 'done' for run in runs)} of {len(runs)} are trained"]
     for run in runs:
         loss = ""

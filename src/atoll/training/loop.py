@@ -29,6 +29,7 @@ from atoll.training.checkpoint import Progress
 from atoll.training.distributed import Distributed
 from atoll.training.memory import Heap
 from atoll.training.metrics_log import MetricsLog
+from atoll.training.mirror import Mirror
 from atoll.training.muon import Muon
 from atoll.training.settings import Settings
 from atoll.training.sharding import Shard, shard
@@ -40,14 +41,22 @@ T = TypeVar("T", bound=Task)
 
 
 def train(  # noqa: PLR0915 - to be read from top to bottom
-    make_task: Callable[[torch.device], Task], settings: Settings, folder: Path, progress_bar: bool = True
+    make_task: Callable[[torch.device], Task],
+    settings: Settings,
+    folder: Path,
+    progress_bar: bool = True,
+    mirror_url: str | None = None,
 ) -> Sequence[str]:
-    """Trains until settings.steps, from the last checkpoint in the folder; returns lines for the user."""
+    """Trains until settings.steps, from the last checkpoint in the folder or its mirror; returns lines for the user."""
     distributed = Distributed(settings)
     is_main = distributed.is_main  # the process that writes files
+    mirror = Mirror(mirror_url, folder) if mirror_url and is_main else None
     with distributed.locked(folder):
         if is_main:
+            if mirror:
+                mirror.restore()
             checkpoint.check_folder(folder)
+        distributed.barrier()
         task = build_task(make_task, distributed.device)
 
         # --- Is this the run that the folder holds, and how far is it? ---
@@ -79,6 +88,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
             if not (is_main or is_sharded) or progress.bad_in_a_row or not learner.is_finite():
                 return  # so all are good to go back to
             checkpoint.save(checkpoints, learner.tensors(), progress, settings, writes=is_main)
+            if mirror:
+                mirror.push()
 
         if resumed is None:
             save()  # an unwritable place or a full disk shows now, and there is a checkpoint to roll back to
@@ -200,6 +211,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         with nullcontext() if is_sharded else learner.using_ema(), torch.no_grad():
             lines = task.finish(folder, training)
         checkpoint.write_run(folder, {**about, "complete": True, "steps_done": progress.step})
+        if mirror:
+            mirror.push(last=True)
         minutes, seconds = divmod(round(progress.seconds), 60)
         return [f"{folder}: {progress.step} steps in {minutes} min {seconds} s", *lines]
 

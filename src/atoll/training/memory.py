@@ -98,15 +98,15 @@ def predict(
         copies += [torch.empty_like(part) for part in (x, x, x, *others[1:])]
         add_gradients(network, [x, *others], bf16)
         update = watch.peak - weights
-    holes = round(HOLES[device_type] * update)
-    if device_type == "cpu":
-        holes = 0 if settings.checkpointing else holes + min(update, HEAP_TOP)
-    if processes > 1 and settings.shard:  # rows of all, and a block that runs, the next one, and its gradients, whole
+    is_sharded = settings.shard and processes > 1
+    if is_sharded:  # rows of all, and the block that runs, the next one, and its gradients, whole
         block = sum(4 * p.numel() for p in network.blocks[0].parameters())
         weights //= processes
         update += 3 * block - gradients + gradients // processes
-    elif processes > 1:
-        holes += gradients  # buckets
+    holes = round(HOLES[device_type] * update)
+    if device_type == "cpu":
+        holes = 0 if settings.checkpointing else holes + min(update, HEAP_TOP)
+    holes += gradients if processes > 1 and not is_sharded else 0  # buckets
     return Memory(base, frozen, weights, update, holes, round((1 + HOLES[device_type]) * drawing))
 
 

@@ -228,9 +228,14 @@ def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Seq
 
 
 def train_router(
-    data: Path, settings: RouterSettings, out: Path, progress: bool = True, dry_run: bool = False
+    data: Path,
+    settings: RouterSettings,
+    out: Path,
+    progress: bool = True,
+    dry_run: bool = False,
+    mirror: str | None = None,
 ) -> Sequence[str]:
     """Trains the router of a partitioned data set; the folder `out` is the router in the end."""
     refuse_inside(out, data)
     make = partial(RouterTask, Dataset.open(data), settings)
-    return preview(make, settings) if dry_run else train(make, settings, out, progress)
+    return preview(make, settings) if dry_run else train(make, settings, out, progress, mirror)

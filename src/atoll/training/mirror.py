@@ -1,0 +1,74 @@
+"""A run's folder, kept in an object store too, so that another machine resumes it.
+
+What is uploaded last makes valid what came before it: first metrics and samples, then the checkpoint they belong to,
+and in the end, with the result, the run.json that says that the run is complete.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from atoll.errors import InputError, printable
+from atoll.object_store import open_store
+from atoll.training.checkpoint import saved
+
+RUN, STATE = "run.json", "state"
+LONGEST = 3600.0  # seconds for which the result is tried to be uploaded
+AGAIN = 10.0  # seconds between tries
+
+
+class Mirror:
+    """The folder of a run, and its copy below a URL."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.folder, self.store = folder, open_store(url)
+        self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of change
+
+    def restore(self, state: bool = True) -> None:
+        """Downloads the run if the store has more of it than the folder; without `state`, its result alone."""
+        keys = [key for key, _ in self.store.list()]
+        checkpoints = [key for key in keys if key.startswith(f"{STATE}/")]
+        last, here = max(checkpoints, default=""), saved(self.folder / STATE)
+        is_ahead = last > (f"{STATE}/{here[-1].name}" if here else "")
+        if RUN not in keys or (state and (self.folder / RUN).exists() and not is_ahead):
+            return
+        wanted = [key for key in keys if key not in checkpoints] + [last] * bool(state and last)
+        for key in sorted(wanted, key=_order):
+            self.store.get_to_file(key, self.folder / key)
+
+    def push(self, last: bool = False) -> None:
+        """Uploads what is new. A store that does not answer is no reason to stop: the next time brings it up to date.
+
+        Only the result must get there: with `last`, it is tried for an hour.
+        """
+        deadline = time.monotonic() + LONGEST
+        while True:
+            try:
+                return self._push()
+            except InputError as error:
+                if last and time.monotonic() > deadline:
+                    raise
+                print(printable(f"atoll: {error}; training goes on, and this is tried again later"), file=sys.stderr)
+                if not last:
+                    return None
+            time.sleep(AGAIN)
+
+    def _push(self) -> None:
+        files = {
+            path.relative_to(self.folder).as_posix(): path
+            for path in self.folder.rglob("*")
+            if path.is_file() and not path.is_symlink() and not path.name.startswith(".")
+        }
+        for key in sorted(files, key=_order):
+            about = files[key].stat()
+            version = about.st_size, about.st_mtime_ns
+            if self._uploaded.get(key) != version:
+                self.store.put_file(key, files[key])
+                self._uploaded[key] = version
+        for key, _ in self.store.list(STATE):
+            if key not in files:
+                self.store.delete(key)
+
+
+def _order(key: str) -> tuple[int, str]:
+    return (2 if key == RUN else key.startswith(f"{STATE}/"), key)
