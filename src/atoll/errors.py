@@ -17,6 +17,10 @@ class NotFiniteError(InputError):
     """Weights that are NaN or infinite: whoever has others can go on without."""
 
 
+class AwayError(InputError):
+    """An expert that is elsewhere does not answer: others can answer in its place, until it is back."""
+
+
 def shown(value: object, limit: int = 60) -> str:
     """Returns a short repr of a value that anyone may have written, whatever its length and depth."""
     short = reprlib.Repr()
