@@ -12,7 +12,7 @@ those of 16 prompts and 8 experts would be as large as an expert; reading them a
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -116,15 +116,21 @@ class Ensemble:
         folders: Sequence[str | Path | None],
         router: Router | CentroidRouter | Logits | None = None,
         max_resident: int | None = None,
+        elsewhere: Mapping[int, VelocityExpert] | None = None,
         **options: Any,
     ) -> "Ensemble":
         """Returns experts from their folders, loaded when first needed; a folder that is not there is a missing one.
 
-        `options` are those of `FolderExpert`.
+        Those that are `elsewhere` take the place of folders. `options` are those of `FolderExpert`.
         """
+        other = elsewhere or {}
+        if outside := [number for number in other if number not in range(len(folders))]:
+            raise InputError(
+                f"there is no place for expert {outside[0]}: the model has experts 0 to {len(folders) - 1}"
+            )
         experts = [
-            None if folder is None or not Path(folder).exists() else FolderExpert(folder, **options)
-            for folder in folders
+            other.get(k) or (None if folder is None or not Path(folder).exists() else FolderExpert(folder, **options))
+            for k, folder in enumerate(folders)
         ]
         return cls(experts, router, max_resident)
 
