@@ -68,7 +68,7 @@ class Images:
     def _render(self, job: Job, event: Preview | Finished) -> bytes:
         pipe = self.served.pipe
         if isinstance(event, Preview):
-            return png_of(pipe.render(event.x0)[0])
+            return png_of(pipe.render(event.latents)[0])
         settings = pipe.settings_of(job.plan) | ({"without": list(event.without)} if event.without else {})
         return described_png(
             pipe.render(event.latents)[0], prompt=job.prompt, negative_prompt=job.negative, seed=job.seed,

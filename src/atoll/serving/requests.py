@@ -50,6 +50,7 @@ class Generation(BaseModel):
     confident: int | float | None = Field(None, gt=0, le=1)
     experts: list[int] | None = Field(None, max_length=4096)
     trace: bool | None = False
+    preview: Literal["estimate", "state"] | None = "estimate"  # where an image is heading, or where it is
 
     @classmethod
     def parse(cls, content_type: str, body: bytes) -> "Generation":
@@ -93,7 +94,8 @@ class Generation(BaseModel):
             raise Refusal(400, str(error)) from error
         previews = (self.partial_images or 0) if self.stream else 0
         negative = self.negative_prompt or ""
-        return [Job(self.prompt, negative, seed + i, plan, client, previews) for i in range(n)]
+        state = self.preview == "state"
+        return [Job(self.prompt, negative, seed + i, plan, client, previews, state) for i in range(n)]
 
 
 def _refusal(error: ValidationError) -> Refusal:

@@ -43,11 +43,11 @@ class BusyError(InputError):
 
 
 class Preview(NamedTuple):
-    """Where an image was heading after a step."""
+    """An image on its way, after a step."""
 
     number: int  # of the step, from 0
     t: float
-    x0: Tensor  # [1, C, S, S]
+    latents: Tensor  # [1, C, S, S]
     weights: list[float]  # of the experts, at the last evaluation
 
 
@@ -74,6 +74,7 @@ class Job:
     plan: Plan
     client: str = ""  # images of one client wait for each other, not for those of all
     previews: int = 0  # at most so many, evenly spaced
+    state: bool = False  # whether they show the noisy latents, not the estimate of the clean ones
 
     @property
     def evaluations(self) -> int:
@@ -252,7 +253,8 @@ class Scheduler:
             except Exception as error:
                 event = Failed(error)
             for step in image.previews:
-                image.tell(Preview(step.number, float(step.t), step.x0, weights[row]))
+                latents = step.x if image.job.state else step.x0
+                image.tell(Preview(step.number, float(step.t), latents, weights[row]))
             image.previews.clear()
             if event is not None:
                 done.append(image)
