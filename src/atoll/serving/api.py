@@ -7,6 +7,7 @@ their own, and the event loop does nothing that takes time.
 import asyncio
 import base64
 import json
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -182,15 +183,15 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
         return JSONResponse(state.served(name).about)
 
     @app.get("/v1/sheets/{number}")
-    async def sheet(number: int, model: str | None = None) -> Response:
+    async def sheet(number: str, model: str | None = None) -> Response:
         """Sends the contact sheet of an expert's cluster."""
-        path = state.served(model).sheet(number)
+        path = state.served(model).sheet(int(number)) if re.fullmatch("[0-9]{1,5}", number) else None
         if path is None:
-            raise Refusal(404, f"there is no contact sheet of expert {number}: start the server with --clusters")
+            raise Refusal(404, "there is no contact sheet of this expert: start the server with --clusters")
         try:
             content = await asyncio.to_thread(read_bytes, path, MAX_SHEET)
         except OSError as error:
-            raise Refusal(404, f"the contact sheet of expert {number} cannot be read") from error
+            raise Refusal(404, "the contact sheet of this expert cannot be read") from error
         return Response(content, media_type="image/png")
 
     @app.get(FILES + "{name}")

@@ -43,11 +43,11 @@ class Generation(BaseModel):
     negative_prompt: Prompt | None = ""
     seed: int | None = Field(None, ge=0, lt=2**63)
     steps: int | None = Field(None, ge=1)
-    guidance: int | float | None = Field(None, ge=0)
+    guidance: float | None = Field(None, ge=0)
     solver: str | None = Field(None, max_length=20)
     routing: str | None = Field(None, max_length=40)
     route_every: int | None = Field(None, ge=1)
-    confident: int | float | None = Field(None, gt=0, le=1)
+    confident: float | None = Field(None, gt=0, le=1)
     experts: list[int] | None = Field(None, max_length=4096)
     trace: bool | None = False
     preview: Literal["estimate", "state"] | None = "estimate"  # where an image is heading, or where it is
@@ -99,8 +99,9 @@ class Generation(BaseModel):
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """Returns the first fault as a sentence."""
-    first = error.errors(include_url=False)[0]
+    """Returns the first fault as a sentence; a field that is not known before all others."""
+    faults = error.errors(include_url=False)
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     name, kind = shown(".".join(map(str, first["loc"])))[1:-1], first["type"]
     if kind == "extra_forbidden":
         return Refusal(400, str(unknown("field", first["loc"][0], Generation.model_fields)), name)

@@ -135,9 +135,22 @@ function settings() {
            guidance: Number($("guidance").value), routing: $("routing").value, solver: $("solver").value, off: [...off].sort((a, b) => a - b), model: model.id };
 }
 
+function pick(id, value) {
+  if (![...$(id).options].some(option => option.value === value)) $(id).append(el("option", { value }, value));
+  $(id).value = value;
+}
+
+// A slider shall hold what a link says, also beyond its usual end or between its steps.
+function slide(id, value) {
+  const slider = $(id);
+  slider.max = Math.max(Number(slider.max), value);
+  if (value % Number(slider.step || 1)) slider.step = "any";
+  slider.value = value;
+}
+
 function apply(made) {
   $("prompt").value = made.prompt; $("negative").value = made.negative || ""; $("seed").value = made.seed;
-  $("steps").value = made.steps; $("guidance").value = made.guidance; $("routing").value = made.routing; $("solver").value = made.solver;
+  slide("steps", made.steps); slide("guidance", made.guidance); pick("routing", made.routing); pick("solver", made.solver);
   off = new Set(made.off);
   refresh();
 }
@@ -332,7 +345,7 @@ function choose(one) {
   const experts = one.atoll.experts, num = experts.filter(expert => expert.place !== "missing").length;
   $("headline").textContent = num > 1 ? `${words[num] || num} models that never met paint together.` : "One model paints.";
   if (num < 2) $("lede").textContent = "From noise to image, step by step.";
-  $("guidance").value = one.atoll.guidance;
+  slide("guidance", one.atoll.guidance);
   live.build(experts);
   $("experts").replaceChildren(...experts.map(card));
   $("about").textContent = `${one.id} · ${one.atoll.size} · licence ${one.atoll.license} · ${one.atoll.hash.slice(0, 12)}`;
