@@ -55,6 +55,7 @@ bench: setup  ## measure speed and memory on this machine, beside diffusers and 
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/sample.py
 	$(BIN)/python benchmarks/memory.py
+	@echo "serving needs a model: $(BIN)/python benchmarks/serve.py demo/model"
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,6 +22,7 @@ import queue
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -30,9 +31,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,6 +45,7 @@ from tqdm import tqdm
 
 from atoll.sampling.folder import described_png
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.settings import Limits
 
 CLIENTS, PATH = 16, "/v1/images/generations"
 PROMPTS = ["a pink ghost with a yellow party hat", "a robot", "a green cat with round glasses", "a blue frog"]
@@ -229,7 +233,7 @@ def first_preview(url: str) -> None:
 
     async def run(others: int) -> tuple[float, float]:
         async with httpx.AsyncClient(base_url=url) as client:
-            work = [asyncio.create_task(post(client, Ask(i, 60))) for i in range(others)]
+            work = [asyncio.create_task(post(client, Ask(i, 40))) for i in range(others)]
             await asyncio.sleep(0.2)
             before, begin = await steps(client), time.perf_counter()
             body = {**Ask(99).body, "stream": True, "partial_images": 20}
@@ -243,7 +247,7 @@ def first_preview(url: str) -> None:
             return first, (after[1] - before[1]) / (after[0] - before[0])
 
     for others in (0, CLIENTS - 1):
-        found = [asyncio.run(run(others)) for _ in range(5)]
+        found = [asyncio.run(run(others)) for _ in range(3)]
         preview, step = (statistics.median(column) for column in zip(*found, strict=True))
         print(f"first preview with {others} others: {1000 * preview:.0f} ms, {preview / step:.2f} steps")
 
@@ -422,9 +426,8 @@ def soak(model: str, pipe: AtollPipeline, minutes: float) -> None:
         memory, quarter = found.memory, len(found.memory) // 4
         early, late = statistics.mean(memory[quarter : 2 * quarter]), statistics.mean(memory[3 * quarter :])
         lost = sent - found.counts["200"] - found.counts["429"]
-        print(
-            f"\n{minutes:g} minutes at {2 * capacity:.1f} requests/s, twice the capacity: {sent} sent, {dict(found.counts)}"
-        )
+        print(f"\n{minutes:g} minutes at {2 * capacity:.1f} requests/s, twice the capacity")
+        print(f"{sent} sent: {dict(found.counts)}")
         print(f"lost: {lost}; 429 after {1000 * _quantile(found.refusals or [0.0], 0.95):.0f} ms (p95)")
         print(f"memory: {memory[0]:.0f} MB at first, {early:.0f} in the second quarter, {late:.0f} in the last")
         process.send_signal(signal.SIGTERM)
@@ -439,27 +442,34 @@ def soak(model: str, pipe: AtollPipeline, minutes: float) -> None:
 
 def kill(model: str, kills: int, requests: int) -> None:
     """SIGKILL to a remote expert, again and again; all images finish, and those affected say so."""
-    with ExitStack() as stack:
-        url, process = stack.enter_context(command("serve-expert", f"{model}/expert_0", "--port", 0))
-        port = url.rsplit(":")[-1]
-        served, _ = stack.enter_context(
-            command("serve", f"m={model}", "--port", 0, "--remote", f"0={url}", "--remote-timeout", 5)
-        )
+    processes = get_context("forkserver")  # so that it is back in a moment, not after an import of torch
+    processes.set_forkserver_preload(["atoll.serving.owner"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def start() -> Any:
+        process = processes.Process(target=_own, args=(f"{model}/expert_0", port), daemon=True)
+        process.start()
+        while True:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/readyz").status_code == 200:
+                    return process
+            time.sleep(0.05)
+
+    owner = start()
+    with command("serve", f"m={model}", "--port", 0, "--remote", f"0={url}", "--remote-timeout", 20) as (served, _):
         ended, killed = threading.Event(), 0
-        processes = [process]
 
         def killer() -> None:
-            nonlocal killed
-            while killed < kills and not ended.is_set():
-                processes[-1].kill()
-                processes[-1].wait()
+            nonlocal owner, killed
+            while killed < kills:
+                time.sleep(0.2 + random.random())
+                owner.kill()
+                owner.join()
                 killed += 1
-                again = [sys.executable, "-m", "atoll", "serve-expert", f"{model}/expert_0", "--port", port]
-                processes.append(subprocess.Popen(again, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
-                out = processes[-1].stdout
-                assert out is not None
-                next((line for line in out if "http://" in line), None)
-                time.sleep(0.5 + random.random())
+                owner = start()
+            time.sleep(1)
             ended.set()
 
         statuses: Counter[str] = Counter()
@@ -472,7 +482,7 @@ def kill(model: str, kills: int, requests: int) -> None:
                     nonlocal sent
                     while sent < requests or not ended.is_set():
                         sent += 1
-                        answer = await post(client, Ask(sent), routing="full")
+                        answer = await post(client, Ask(sent, steps=10), routing="full")
                         away = answer.status_code == 200 and "without" in answer.json()["data"][0]
                         statuses[f"{answer.status_code}{' without expert 0' if away else ''}"] += 1
 
@@ -481,9 +491,18 @@ def kill(model: str, kills: int, requests: int) -> None:
             return sent
 
         sent = asyncio.run(run())
-        for one in processes:
-            one.kill()
         print(f"\n{killed} kills of a remote expert during {sent} requests: {dict(statuses)}")
+    owner.kill()
+
+
+def _own(folder: str, port: int) -> None:
+    from atoll.serving.owner import serve_velocities
+
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    serve_velocities(
+        Path(folder), "127.0.0.1", port, keys=None, names=(), samples=256, limits=Limits(), device="cpu", dtype=None,
+        conversion=None,
+    )  # fmt: skip
 
 
 def rss(pid: int) -> float:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -276,6 +277,16 @@ def test_a_missing_expert_is_elsewhere(served_model, owners, pipe, tmp_path):
         experts = httpx.get(f"{url}/v1/models").json()["data"][0]["atoll"]["experts"]
         assert [expert["place"] for expert in experts] == ["elsewhere", "here", "here"]
         assert experts[0]["images"] > 0
+
+
+def test_the_example_of_the_docs(served_model, tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+    block = re.findall(r"```py\n(.*?)```", page, re.DOTALL)[1]
+    monkeypatch.chdir(served_model.parent)
+    with in_a_thread(owner_app(served_model / "expert_2")) as url:
+        names: dict[str, object] = {}
+        exec(compile(block.replace("http://127.0.0.1:8100", url), "page", "exec"), names)
+        assert names["pipe"].ensemble.is_elsewhere(2)
 
 
 def test_one_that_does_not_fit(served_model, owners):

@@ -5,8 +5,10 @@ import hashlib
 import io
 import json
 import random
+import re
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from atoll.sampling.folder import read_metadata
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.access import Access
 from atoll.serving.models import Source
+from atoll.serving.requests import Generation
 from atoll.serving.settings import Limits
 from serving import Command, eventually, in_process
 from test_assemble import parts
@@ -500,3 +503,44 @@ def test_flags(served_model, capsys):
             main(["serve", *arguments])
         assert end.value.code == 2
         assert sentence in "".join(capsys.readouterr()), sentence
+
+
+class TestDocs:
+    """The examples of docs/serving.md."""
+
+    PAGE = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
+
+    def blocks(self, kind: str, url: str) -> list[str]:
+        found = re.findall(rf"```{kind}\n(.*?)```", self.PAGE, re.DOTALL)
+        return [block.replace("http://127.0.0.1:8000", url) for block in found]
+
+    def test_curl(self, url):
+        if shutil.which("curl") is None:
+            pytest.skip("there is no curl")
+        (block,) = self.blocks("bash", url)
+        run = subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=True, timeout=120)
+        assert json.loads(run.stdout)["data"][0]["seed"] == 7
+
+    def test_python(self, url, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        exec(compile(self.blocks("py", url)[0], "page", "exec"), {})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["robot-7.png", "robot-8.png"]
+        assert capsys.readouterr().out.count("image_generation.partial_image [") == 3
+
+    def test_javascript(self, url, tmp_path):
+        if shutil.which("node") is None:
+            pytest.skip("there is no node")
+        (tmp_path / "ask.mjs").write_text(self.blocks("js", url)[0])
+        run = subprocess.run(["node", "ask.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+        assert run.stdout.startswith("7 ")
+
+    def test_every_field_is_there(self):
+        table = self.PAGE.split("| field | meaning |")[1].split("\n\n")[0]
+        named = {
+            name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        }
+        assert named == set(Generation.model_fields)
+
+    def test_keys(self, tmp_path):
+        (tmp_path / "keys.json").write_text(self.blocks("json", "")[0])
+        assert [name for name, *_ in Access(tmp_path / "keys.json").usage()] == ["alice"]

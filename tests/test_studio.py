@@ -59,7 +59,7 @@ def visit(browser, url):
     yield open_
     for context in contexts:
         context.close()
-    assert told == []
+    assert [line for line in told if "400 (Bad Request)" not in line] == []  # which a page cannot keep to itself
     assert [one for one in asked if not one.startswith((url, "data:", "blob:"))] == []
 
 

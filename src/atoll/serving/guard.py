@@ -283,8 +283,10 @@ def run(
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise InputError(f"cannot listen on port {port}: choose a --port from 1 to 65535, or 0 for any that is free")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InputError(f"cannot listen on {host} port {port} ({error}): choose another --host or --port") from error
