@@ -31,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import get_context
@@ -498,11 +498,11 @@ def kill(model: str, kills: int, requests: int) -> None:
 def _own(folder: str, port: int) -> None:
     from atoll.serving.owner import serve_velocities
 
-    sys.stdout = sys.stderr = open(os.devnull, "w")
-    serve_velocities(
-        Path(folder), "127.0.0.1", port, keys=None, names=(), samples=256, limits=Limits(), device="cpu", dtype=None,
-        conversion=None,
-    )  # fmt: skip
+    with open(os.devnull, "w") as quiet, redirect_stdout(quiet), redirect_stderr(quiet):
+        serve_velocities(
+            Path(folder), "127.0.0.1", port, keys=None, names=(), samples=256, limits=Limits(), device="cpu",
+            dtype=None, conversion=None,
+        )  # fmt: skip
 
 
 def rss(pid: int) -> float:

@@ -244,8 +244,7 @@ class Mixture:
         if not self.checked or not self.samples:
             return []
         present = torch.stack([sample.present for sample in self.samples]).cpu()
-        failed: list[int] = (self.ensemble.present & ~present).any(0).nonzero().flatten().tolist()
-        return failed
+        return _rows_that((self.ensemble.may_answer(self.experts) & ~present).any(0))
 
     def _make_samples(self, num: int) -> list[Sample]:
         texts = None if self.prompts is None else self.prompts.guidance(self.guidance)
@@ -272,7 +271,7 @@ class Mixture:
         asked = self._ask_router(samples, x, t, errors)
         p, weights = self._route(samples, x, t)
         rows_of = self._rows_of(samples, weights, errors, p if asked else None)
-        absent: dict[int, Tensor] = {}  # the experts that samples shall have again at the next evaluation
+        away: list[tuple[int, int]] = []  # samples, and the experts that they shall have again at the next evaluation
         parts: dict[int, tuple[list[int], Tensor]] = {}
         while True:
             parts = {k: part for k, part in parts.items() if rows_of.get(k) == part[0]}
@@ -280,18 +279,7 @@ class Mixture:
             failed = self._run([k for k in order if k not in parts], rows_of, samples, x, t, parts)
             if not failed:
                 break
-            again: set[int] = set()
-            for number, (rows, fault) in failed.items():
-                for row in rows:
-                    if isinstance(fault, AwayError):
-                        absent.setdefault(row, samples[row].present)
-                        samples[row].without.add(number)
-                    samples[row].present = _without(samples[row].present, number)
-                    if not bool(samples[row].present.any()):
-                        errors.setdefault(row, InputError(f"{fault} and no other expert is left: {_ADVICE}"))
-                if not isinstance(fault, AwayError) and not errors.keys() >= set(rows):
-                    warnings.warn(f"{fault}: it is left out, and its weight goes to the others", stacklevel=4)
-                again.update(rows)
+            again = self._leave_out(failed, samples, away, errors)
             # The others keep their weights: no image depends on what happened to another of its batch.
             left = sorted(again - errors.keys())
             if left:
@@ -299,8 +287,8 @@ class Mixture:
                 _, new = self._route(chosen, *_part(x, t, _places(left, x)))
                 weights = weights.index_copy(0, send(torch.tensor(left), weights.device), new)
             rows_of = self._rows_of(samples, weights, errors)
-        for row, present in absent.items():
-            samples[row].present = present
+        for row, number in away:
+            samples[row].present = _switched(samples[row].present, number, True)
         for sample in samples:
             sample.evaluations += 1
         weights, total = send(weights, x.device), torch.zeros_like(x)
@@ -312,6 +300,28 @@ class Mixture:
             weight = broadcast(weights[:, number], u)
             total += weight * u if self.checked else torch.where(weight == 0, 0, weight * u)  # not 0 * inf
         return Answer(total, weights, tuple(order), errors)
+
+    def _leave_out(
+        self, failed: dict[int, tuple[list[int], InputError]], samples: Sequence[Sample], away: list[tuple[int, int]],
+        errors: dict[int, InputError],
+    ) -> set[int]:  # fmt: skip
+        """Takes experts out of the samples that they failed on, and returns these samples.
+
+        One that is away is noted, to be given back; where none is left, that is the sample's error.
+        """
+        for number, (rows, fault) in failed.items():
+            is_away = isinstance(fault, AwayError)
+            for row in rows:
+                samples[row].present = _switched(samples[row].present, number, False)
+                if is_away:
+                    away.append((row, number))
+                    samples[row].without.add(number)
+                if not bool(samples[row].present.any()):
+                    advice = "ask again later" if is_away else "use smaller guidance, or load other weights"
+                    errors.setdefault(row, InputError(f"{fault} and no other expert is left: {advice}"))
+            if not is_away and not errors.keys() >= set(rows):
+                warnings.warn(f"{fault}: it is left out, and its weight goes to the others", stacklevel=5)
+        return {row for rows, _ in failed.values() for row in rows}
 
     def _ask_router(self, samples: Sequence[Sample], x: Tensor, t: Tensor, errors: dict[int, InputError]) -> bool:
         """Brings the router's answers up to date, where they are needed; returns whether it was asked."""
@@ -437,16 +447,13 @@ class Mixture:
         return expert.guided_velocity(x, t, guidance, cache)
 
 
-_ADVICE = "use smaller guidance, or load other weights"
-
-
 def _rows_that(are: Tensor) -> list[int]:
     rows: list[int] = are.cpu().nonzero().flatten().tolist()
     return rows
 
 
-def _without(present: Tensor, number: int) -> Tensor:
-    return present.index_fill(0, send(torch.tensor([number]), present.device), 0)
+def _switched(present: Tensor, number: int, value: bool) -> Tensor:
+    return present.index_fill(0, send(torch.tensor([number]), present.device), value)
 
 
 def _places(rows: list[int], x: Tensor) -> Tensor | None:
