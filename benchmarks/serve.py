@@ -464,7 +464,7 @@ def kill(model: str, kills: int, requests: int) -> None:
         def killer() -> None:
             nonlocal owner, killed
             while killed < kills:
-                time.sleep(0.2 + random.random())
+                time.sleep(1.5 + 2 * random.random())
                 owner.kill()
                 owner.join()
                 killed += 1
@@ -482,7 +482,7 @@ def kill(model: str, kills: int, requests: int) -> None:
                     nonlocal sent
                     while sent < requests or not ended.is_set():
                         sent += 1
-                        answer = await post(client, Ask(sent, steps=10), routing="full")
+                        answer = await post(client, Ask(sent, steps=4), routing="full")
                         away = answer.status_code == 200 and "without" in answer.json()["data"][0]
                         statuses[f"{answer.status_code}{' without expert 0' if away else ''}"] += 1
 

@@ -29,7 +29,7 @@ from atoll.serving.settings import Limits
 from atoll.serving.studio import page
 from atoll.storage import read_bytes
 
-KEPT = 256  # images that can be fetched by their URL
+KEPT, KEPT_BYTES = 256, 64 << 20  # images that can be fetched by their URL
 FILES = "/v1/images/files/"
 PUBLIC = ("/", "/healthz", "/readyz")
 BEAT = 15.0  # seconds after which a stream says that it is alive
@@ -90,13 +90,13 @@ class Files:
     def keep(self, png: bytes) -> str:
         name = f"{secrets.token_urlsafe(24)}.png"
         self._kept[name] = png
-        while len(self._kept) > KEPT:
+        while len(self._kept) > KEPT or (len(self._kept) > 1 and sum(map(len, self._kept.values())) > KEPT_BYTES):
             self._kept.popitem(last=False)
         return name
 
     def get(self, name: str) -> bytes:
         if name not in self._kept:
-            raise Refusal(404, f"there is no such image, or {KEPT} others were made since")
+            raise Refusal(404, "there is no such image, or too many others were made since")
         return self._kept[name]
 
 
@@ -148,9 +148,7 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
     @app.exception_handler(Refusal)
     @app.exception_handler(InputError)
     async def refused(request: Request, error: Exception) -> Response:
-        refusal = Refusal.of(error)
-        if refusal.status == 500:
-            LOG.error("request %s failed", request.scope["state"]["request_id"], exc_info=error)
+        refusal = Refusal.of(error)  # what is our own fault goes on to the guard, which logs it
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     @app.exception_handler(HTTPException)

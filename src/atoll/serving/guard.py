@@ -14,9 +14,11 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -280,6 +282,12 @@ def run(
 
     with _listen(host, port) as listening:
         asyncio.run(serve(listening))
+
+
+def warn_if_open(host: str, keys: Path | None) -> None:
+    """Says so where other machines can ask without a key."""
+    if keys is None and host not in ("localhost", "::1") and not host.startswith("127."):
+        warnings.warn(f"whoever reaches {host} may ask: give --keys, or leave --host out", stacklevel=3)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ from atoll.errors import InputError, printable
 from atoll.sampling.expert import FolderExpert, Guidance, TextCache
 from atoll.sampling.pipeline import get_dtype
 from atoll.serving.access import Access, Client
-from atoll.serving.guard import LOG, NEEDED, Guard, Refusal, run
+from atoll.serving.guard import LOG, NEEDED, Guard, Refusal, run, warn_if_open
 from atoll.serving.metrics import Metrics
 from atoll.serving.remote import NO_TEXT, digest_of_text
 from atoll.serving.scheduler import BusyError
@@ -47,13 +47,14 @@ class Owner:
         self.length = 0 if text is None else text.max_length
         per_text = 8 * config.depth * config.hidden_size * max(1, self.length)
         self.most_texts = max(2 * samples, min(4096, TEXT_BYTES // per_text))
-        self._texts: OrderedDict[bytes, Tensor] = OrderedDict()
+        # By client too: whether a text is here would else tell one what another has asked.
+        self._texts: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self.most_bytes = (1 << 20) + samples * 4 * (
             torch.Size(expert.shape).numel() + 2 * self.length * (expert.text_dim or 0)
         )
 
     @torch.no_grad()
-    def answer(self, body: bytes) -> bytes:
+    def answer(self, body: bytes, client: str) -> bytes:
         """Returns the velocities that a request asks for."""
         try:
             tensors = load(body)
@@ -70,7 +71,7 @@ class Owner:
         if self.expert.text_dim is None:
             u = self.expert.velocity(there, times)
         else:
-            u = self.expert.guided_velocity(there, times, self._guidance(tensors, len(x)), self.cache)
+            u = self.expert.guided_velocity(there, times, self._guidance(tensors, len(x), client), self.cache)
         return save({"u": u.cpu().to(x.dtype).contiguous()})
 
     def _take(self, tensors: dict[str, Tensor], name: str, types: Sequence[torch.dtype]) -> Tensor:
@@ -79,10 +80,10 @@ class Owner:
             raise Refusal(400, f"the request needs {name} as {' or '.join(map(str, types))}")
         return tensor
 
-    def _guidance(self, tensors: dict[str, Tensor], num: int) -> Guidance:
+    def _guidance(self, tensors: dict[str, Tensor], num: int, client: str) -> Guidance:
         for name, tokens in tensors.items():
             if name.startswith("text."):
-                self._keep(tokens)
+                self._keep(client, tokens)
         digests = self._take(tensors, "digests", (torch.uint8,))
         numbers = [self._take(tensors, name, (torch.int32,)) for name in ("positive", "negative")]
         scales = self._take(tensors, "scales", (torch.float32,))
@@ -100,11 +101,11 @@ class Owner:
             for number, scale in zip(negative, scales.tolist(), strict=True)
         ):
             raise Refusal(400, "positive and negative must be numbers of digests")
-        texts = [self._text(bytes(row)) for row in digests.tolist()]
+        texts = [self._text(client, bytes(row)) for row in digests.tolist()]
         nulls = [None if number == NO_TEXT else texts[number] for number in negative]
         return Guidance([texts[number] for number in positive], nulls, scales.tolist())
 
-    def _keep(self, tokens: Tensor) -> None:
+    def _keep(self, client: str, tokens: Tensor) -> None:
         """Remembers a text under the name that it has, not under the one that somebody gives it."""
         width = self.expert.text_dim
         if tokens.dtype != torch.float32 or tokens.dim() != 2 or tokens.shape[1] != width:
@@ -112,15 +113,15 @@ class Owner:
         if not 1 <= len(tokens) <= self.length:
             raise Refusal(400, f"a text must have 1 to {self.length} tokens")
         text = tokens[None].clone()
-        self._texts.setdefault(digest_of_text(text), text)
+        self._texts.setdefault((client, digest_of_text(text)), text)
         while len(self._texts) > self.most_texts:
             self._texts.popitem(last=False)
 
-    def _text(self, digest: bytes) -> Tensor:
-        if digest not in self._texts:
+    def _text(self, client: str, digest: bytes) -> Tensor:
+        if (client, digest) not in self._texts:
             raise Forgotten
-        self._texts.move_to_end(digest)
-        return self._texts[digest]
+        self._texts.move_to_end((client, digest))
+        return self._texts[client, digest]
 
 
 def make_app(owner: Owner, access: Access, limits: Limits, metrics: Metrics, names: Sequence[str] = ()) -> Guard:
@@ -161,7 +162,7 @@ def make_app(owner: Owner, access: Access, limits: Limits, metrics: Metrics, nam
             raise BusyError(f"{MAX_WAITING} requests are waiting", 1)
         with client.hold(num):
             async with waiting:
-                answer = await asyncio.get_running_loop().run_in_executor(pool, owner.answer, body)
+                answer = await asyncio.get_running_loop().run_in_executor(pool, owner.answer, body, client.name)
         metrics.answered(owner.expert.path.name, owner.expert.card.cluster or 0, num)
         return Response(answer, media_type="application/octet-stream")
 
@@ -183,6 +184,7 @@ def serve_velocities(
     """Serves one expert until SIGTERM; prints where."""
     if not 1 <= samples <= 65536:
         raise InputError(f"--samples must be from 1 to 65536, but is {samples}")
+    warn_if_open(host, keys)
     expert = FolderExpert(
         folder, conversion=conversion, dtype=None if dtype is None else get_dtype(dtype), device=get_device(device)
     )

@@ -32,7 +32,7 @@ from atoll.storage import parse_json, reason_of
 LOG = logging.getLogger("atoll.serving")
 MAX_CARD = 1 << 20  # bytes
 LOCAL = {"localhost", "127.0.0.1", "::1"}
-PAUSES = (0.1, 5.0)  # seconds between looks whether a peer is back: at first, and at most
+PAUSES = (0.1, 1.0)  # seconds between looks whether a peer is back: at first, and at most
 NO_TEXT = -1
 
 

@@ -9,11 +9,13 @@ from atoll.errors import InputError, plural, printable
 from atoll.sampling.expert import VelocityExpert
 from atoll.serving.access import Access
 from atoll.serving.api import serve
+from atoll.serving.guard import warn_if_open
 from atoll.serving.metrics import Metrics
 from atoll.serving.models import Models, Source
 from atoll.serving.remote import RemoteExpert
 from atoll.serving.settings import Limits
 from atoll.storage import read_bytes, reason_of
+from atoll.tensors import get_device
 
 
 def start(
@@ -27,7 +29,8 @@ def start(
     if (remote or clusters is not None) and len(specs) > 1:
         raise InputError("--remote and --clusters are of one model: serve it alone")
     access, metrics = Access(keys), Metrics()
-    elsewhere = open_remotes(remote, remote_key, remote_timeout)
+    elsewhere = open_remotes(remote, remote_key, remote_timeout, options["device"])
+    warn_if_open(host, keys)
     sources = []
     for spec in specs:
         source = Source.parse(spec, options={**options, "elsewhere": elsewhere}, clusters=clusters)
@@ -48,7 +51,7 @@ def start(
     )  # fmt: skip
 
 
-def open_remotes(specs: Sequence[str], key_file: Path | None, timeout: float) -> dict[int, VelocityExpert]:
+def open_remotes(specs: Sequence[str], key_file: Path | None, timeout: float, device: str) -> dict[int, VelocityExpert]:
     """Returns the experts of NUMBER=URL, after each has told what it is."""
     key = None
     if key_file is not None:
@@ -61,5 +64,5 @@ def open_remotes(specs: Sequence[str], key_file: Path | None, timeout: float) ->
         found = re.fullmatch(r"(\d{1,5})=(https?://.+)", spec)
         if found is None or int(found[1]) in experts:
             raise InputError(f"--remote takes NUMBER=URL, each number once, but one is {spec!r}")
-        experts[int(found[1])] = RemoteExpert(found[2], key=key, timeout=timeout)
+        experts[int(found[1])] = RemoteExpert(found[2], key=key, timeout=timeout, device=get_device(device))
     return experts
