@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from atoll.sampling.ensemble import Mixture
 from atoll.sampling.folder import read_metadata
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.access import Access
+from atoll.serving.guard import warn_if_open
 from atoll.serving.models import Source
 from atoll.serving.requests import Generation
 from atoll.serving.settings import Limits
@@ -483,6 +485,15 @@ def test_the_command(served_model, pipe, keys, tmp_path):
         log = "".join(command.log)
         assert "a robot" not in log  # what people ask for is nobody's business
         assert '"client": "key-1"' in log
+
+
+def test_a_server_that_is_open_to_all_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="whoever reaches 0.0.0.0 may ask"):
+        warn_if_open("0.0.0.0", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for host, keys in (("127.0.0.1", None), ("::1", None), ("localhost", None), ("0.0.0.0", tmp_path)):
+            warn_if_open(host, keys)
 
 
 def test_flags(served_model, capsys):
