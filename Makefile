@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "atoll needs Python 3.11 or newer: make PYTHON=python3.11 setup"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,store,text,ray,eval,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,store,text,ray,eval,serve,dev]'
 	touch $@
 
 demo: setup  ## data, experts, one model, samples and a report: demo/report.html
@@ -58,6 +58,7 @@ bench: setup  ## measure speed and memory on this machine, beside diffusers and 
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/sample.py
 	$(BIN)/python benchmarks/memory.py
+	@echo "serving needs a model: $(BIN)/python benchmarks/serve.py demo/model"
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

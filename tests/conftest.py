@@ -8,6 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CACHE_HOME"] = (_cache := TemporaryDirectory(prefix="atoll-tests-")).name  # not the user's own
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,18 @@ refiner.STEPS = conv.STEPS = 2  # codecs are fitted in no time; those that test 
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tiny experts and a router, assembled."""
+    from atoll.sampling.assemble import assemble
+    from test_assemble import parts
+
+    data, run = parts(tmp_path_factory.getbasetemp())
+    folder = tmp_path_factory.mktemp("served") / "model"
+    assemble([run], None, folder, data)
+    return folder
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ LAYERS = [  # each may import those above it
     {"sampling"},
     {"training"},
     {"metrics", "engines"},
-    {"experiments"},
+    {"experiments", "serving"},
     {"cli"},
 ]
 LAYERS.append({"__init__", "__main__"})  # the public face

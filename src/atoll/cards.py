@@ -409,7 +409,7 @@ def file_digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = di
         raise InputError(f"cannot read {path} ({reason_of(error)}): {AGAIN}") from error
 
 
-def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: Path, model: str | Path) -> None:
+def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: str | Path, model: str | Path) -> None:
     """Refuses a part or data whose codec, text encoder or features (`what`) are not those of `model`.
 
     The fingerprint and the dtype decide: the same weights in another folder are the same thing. A codec's `decoder`
@@ -423,7 +423,9 @@ def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: Path, 
         )
 
 
-def require_fit(path: Path, card: PartCard, latents: LatentSpace, text: TextEncoderCard, model: str | Path) -> None:
+def require_fit(
+    path: str | Path, card: PartCard, latents: LatentSpace, text: TextEncoderCard, model: str | Path
+) -> None:
     """Refuse an expert or a router that was made for other latents or other texts than those of `model`."""
     require_same(card.latent_space.codec, latents.codec, "codec", path, model)
     if card.latent_space.shape != latents.shape:

@@ -21,6 +21,10 @@ class StoreError(InputError):
     """An object store that failed, which says nothing of what is in it: no image is left out because of it."""
 
 
+class AwayError(InputError):
+    """An expert that is elsewhere does not answer: others can answer in its place, until it is back."""
+
+
 def shown(value: object, limit: int = 60) -> str:
     """Returns a short repr of a value that anyone may have written, whatever its length and depth."""
     short = reprlib.Repr()

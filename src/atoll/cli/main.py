@@ -19,12 +19,12 @@ from atoll.training.settings import DistillSettings, ExpertSettings, RouterSetti
 FILES = (
     *("fetch", "prepare", "partition", "assign", "inspect"),
     *("train", "train_router", "train_all", "assemble", "distill", "sample", "convert"),
-    *("evaluate", "reproduce", "demo", "doctor"),
+    *("serve", "serve_expert", "evaluate", "reproduce", "demo", "doctor"),
 )
 VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
 }
-NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "doctor"}  # they begin anew
+NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "serve", "serve-expert", "doctor"}  # they begin anew
 SETTINGS: dict[str, dict[str, type[Settings] | type[PrepareSettings]]] = {
     "prepare": {"settings": PrepareSettings},
     "train": {"settings": ExpertSettings},

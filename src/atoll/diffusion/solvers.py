@@ -3,10 +3,14 @@
 A solver is a pure function of a velocity, a start and a descending grid of times. It hands the velocity one
 0-d time for the whole batch. The native samplers walk an expert's own schedule instead, as DDPM did.
 
+Each solver is written as a walk, a generator that yields where it needs the velocity and is sent it there. So whoever
+has many walks at different times can advance all of them by one evaluation with one batch.
+
 Times stay on the host, where a look at them costs nothing; the velocity gets those of a copy, sent once, where x is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import update_wrapper
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,7 +40,26 @@ class Step(NamedTuple):
 
 OnStep = Callable[[Step], None]
 Generators = torch.Generator | Sequence[torch.Generator] | None
-Solver = Callable[[Velocity, Tensor, Tensor, OnStep | None], Tensor]
+Walk = Generator[tuple[Tensor, Tensor], Tensor, Tensor]
+"""Yields (x, t) where it needs the velocity, is sent that, and returns where it has led; t is 0-d, where x is."""
+
+
+class Solver:
+    """A walk from noise to data, and the function that takes it with one velocity."""
+
+    def __init__(self, walk: Callable[[Tensor, Tensor, OnStep | None], Walk]) -> None:
+        self.walk = walk
+        update_wrapper(self, walk)
+
+    def __call__(self, velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+        walk = self.walk(x, times, on_step)
+        try:
+            at = next(walk)
+            while True:
+                at = walk.send(velocity(*at))
+        except StopIteration as end:
+            latents: Tensor = end.value
+            return latents
 
 
 def uniform_times(num_steps: int) -> Tensor:
@@ -47,17 +70,19 @@ def uniform_times(num_steps: int) -> Tensor:
 # --- solvers on the canonical path --------------------------------------------------------------------------------
 
 
-def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+@Solver
+def euler(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
     """Order 1, one evaluation a step."""
     grid, sent = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
-        u = velocity(x, sent[i])
+        u = yield x, sent[i]
         x, before = x + (t_next - t) * u, x
         _show(on_step, i, t, x, before, u)
     return x
 
 
-def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+@Solver
+def heun(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
     """Order 2: the mean of the slopes at both ends; two evaluations a step.
 
     A step to t = 0 takes the first slope alone, which costs no order: at t = 0 itself the noise in a sample is zero,
@@ -66,33 +91,35 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = 
     grid, sent = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
-        u = velocity(x, sent[i])
-        u_end = velocity(x + h * u, sent[i + 1]) if t_next > 0 else u
+        u = yield x, sent[i]
+        u_end = (yield x + h * u, sent[i + 1]) if t_next > 0 else u
         x, before = x + h * (u + u_end) / 2, x
         _show(on_step, i, t, x, before, u)
     return x
 
 
-def midpoint(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+@Solver
+def midpoint(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
     """Order 2: the slope at the middle; two evaluations a step, never one at t = 0."""
     grid, sent = _grid(times, x)
     middles = sent[:-1] + sent.diff() / 2
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
-        u = velocity(x, sent[i])
-        u_middle = velocity(x + h / 2 * u, middles[i])
+        u = yield x, sent[i]
+        u_middle = yield x + h / 2 * u, middles[i]
         x, before = x + h * u_middle, x
         _show(on_step, i, t, x, before, u)
     return x
 
 
-def multistep(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+@Solver
+def multistep(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
     """Order 2: Adams-Bashforth from the last two slopes, for any step sizes; one evaluation a step."""
     grid, sent = _grid(times, x)
     last: tuple[Tensor, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(grid)):
         h = t_next - t
-        u = velocity(x, sent[i])
+        u = yield x, sent[i]
         slope = u
         if last is not None:
             u_last, h_last = last
@@ -103,7 +130,8 @@ def multistep(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | No
     return x
 
 
-def dpm2m(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None = None) -> Tensor:
+@Solver
+def dpm2m(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
     """Order 2: DPM-Solver++(2M), which extrapolates x0 along log(alpha / sigma); one evaluation a step.
 
     At t = 1 and t = 0 that coordinate is infinite. The steps that touch an end are of order 1 there, which at
@@ -112,7 +140,7 @@ def dpm2m(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None =
     grid, sent = _grid(times, x)
     last: tuple[Tensor, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(grid)):
-        u = velocity(x, sent[i])
+        u = yield x, sent[i]
         x0 = x - t * u
         h = torch.logit(1 - t_next) - torch.logit(1 - t)  # in log((1 - t) / t)
         ahead = x0
@@ -126,7 +154,7 @@ def dpm2m(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep | None =
     return x
 
 
-SOLVERS: dict[str, Solver] = {solver.__name__: solver for solver in (euler, heun, midpoint, multistep, dpm2m)}
+SOLVERS = {"euler": euler, "heun": heun, "midpoint": midpoint, "multistep": multistep, "dpm2m": dpm2m}
 
 EVALUATIONS = {"euler": 1, "heun": 2, "midpoint": 2, "multistep": 1, "dpm2m": 1}
 """Calls of the velocity a step; one less in all for heun to t = 0."""

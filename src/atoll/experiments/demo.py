@@ -13,6 +13,7 @@ OUT/results.json, report.html
 """
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,6 +178,8 @@ class _Demo:
             if not aim["reached"]:
                 print(f"not reached: {aim['what']}, but {aim['found']:.3f}")
         print(f"look: {report}")
+        out = shlex.quote(str(self.out))
+        print(f"paint: atoll serve {out}/model --clusters {out}/data/clusters, then open http://127.0.0.1:8000")
         return results
 
     # --- data, parts and models -------------------------------------------------------------------------------------

@@ -12,25 +12,28 @@ those of 16 prompts and 8 experts would be as large as an expert; reading them a
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atoll.diffusion.guidance import guided
 from atoll.diffusion.prediction import Estimate, estimate
 from atoll.diffusion.schedules import broadcast
 from atoll.diffusion.solvers import OnStep, ddim, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
-from atoll.errors import InputError, NotFiniteError
+from atoll.errors import AwayError, InputError, NotFiniteError
 from atoll.networks.centroid_router import CentroidRouter
 from atoll.networks.dit import TextContext
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
-from atoll.sampling.expert import FolderExpert, Prompts, Shape, TextCache, VelocityExpert
+from atoll.sampling.expert import FolderExpert, Guidance, Prompts, Shape, TextCache, VelocityExpert
 from atoll.sampling.routing import NEED_NO_ROUTER, Routing, mask_missing, probabilities
 from atoll.tensors import send
 
@@ -48,6 +51,29 @@ class Routed(NamedTuple):
 
 
 Trace = Callable[[Routed], None]
+
+
+@dataclass(eq=False)
+class Sample:
+    """One image on its way: what it asks of a mixture, and what the mixture remembers of it."""
+
+    present: Tensor  # [K], the experts that may answer: what fails on it is taken out of its run
+    text: Tensor | None = None  # [1, L, text_dim]
+    negative: Tensor | None = None  # None: there is no null text, hence no guidance
+    routing: Routing = Routing()  # noqa: RUF009
+    guidance: float = 1.0
+    label: Tensor | None = None  # [], for `oracle`
+    generator: torch.Generator | None = None  # for `sample`
+    alone: bool = False  # whether only one expert may answer
+    logits: Tensor | None = None  # [K], the router's last answer
+    is_open: bool = True  # whether the router is still asked
+    evaluations: int = 0
+    without: set[int] = field(default_factory=set)  # the experts that were to answer, and were away
+
+    @property
+    def route(self) -> tuple[Routing, bool, bool]:
+        """Returns what is equal of samples that are routed together."""
+        return self.routing, self.alone, self.logits is None
 
 
 class Ensemble:
@@ -90,15 +116,21 @@ class Ensemble:
         folders: Sequence[str | Path | None],
         router: Router | CentroidRouter | Logits | None = None,
         max_resident: int | None = None,
+        elsewhere: Mapping[int, VelocityExpert] | None = None,
         **options: Any,
     ) -> "Ensemble":
         """Returns experts from their folders, loaded when first needed; a folder that is not there is a missing one.
 
-        `options` are those of `FolderExpert`.
+        Those that are `elsewhere` take the place of folders. `options` are those of `FolderExpert`.
         """
+        other = elsewhere or {}
+        if outside := [number for number in other if number not in range(len(folders))]:
+            raise InputError(
+                f"there is no place for expert {outside[0]}: the model has experts 0 to {len(folders) - 1}"
+            )
         experts = [
-            None if folder is None or not Path(folder).exists() else FolderExpert(folder, **options)
-            for folder in folders
+            other.get(k) or (None if folder is None or not Path(folder).exists() else FolderExpert(folder, **options))
+            for k, folder in enumerate(folders)
         ]
         return cls(experts, router, max_resident)
 
@@ -106,15 +138,63 @@ class Ensemble:
         expert = self.experts[number]
         return expert is not None and expert.resident
 
+    @property
+    def is_alone(self) -> bool:
+        """Returns whether there is only one expert."""
+        return int(self.present.sum()) == 1
+
+    def is_elsewhere(self, number: int) -> bool:
+        expert = self.experts[number]
+        return expert is not None and expert.elsewhere
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """Returns the threads that wait for experts that are elsewhere."""
+        return ThreadPoolExecutor(sum(map(self.is_elsewhere, range(len(self.experts)))), "atoll-remote")
+
+    def may_answer(self, experts: Collection[int] | None) -> Tensor:
+        """Returns present[K], of these experts alone; None: of all."""
+        if experts is None:
+            return self.present.clone()
+        known = range(len(self.experts))
+        if outside := [number for number in experts if number not in known]:
+            raise InputError(f"there is no expert {outside[0]}: the model has the experts 0 to {known[-1]}")
+        present = self.present & torch.tensor([number in experts for number in known])
+        if not bool(present.any()):
+            raise InputError("none of the experts that may answer is there: allow others too")
+        return present
+
+    def require_route(self, routing: Routing, experts: Collection[int] | None = None) -> None:
+        """Refuses a routing that asks a router where there is none."""
+        alone = int(self.may_answer(experts).sum()) == 1
+        if self.router is None and not alone and routing.name not in NEED_NO_ROUTER:
+            raise InputError(f"the experts need a router for routing {routing.name!r}: give one")
+
+    def make_sample(self, routing: Routing, guidance: float, experts: Collection[int] | None = None) -> Sample:
+        """Returns a sample that these experts may answer; by default all."""
+        present = self.may_answer(experts)
+        # What labels decide is known on the host.
+        place = torch.device("cpu") if routing.name == "oracle" else self.device
+        return Sample(send(present, place), routing=routing, guidance=guidance, alone=int(present.sum()) == 1)
+
     def take(self, number: int) -> VelocityExpert:
         """Returns an expert, in memory; at most `max_resident` of them are."""
         expert = self.experts[number]
         assert expert is not None
+        if expert.elsewhere:
+            return expert
         self._recent = [*(other for other in self._recent if other is not expert), expert]
         while self.max_resident is not None and len(self._recent) > self.max_resident:
             self._recent.pop(0).unload()
         expert.load()
         return expert
+
+
+class Answer(NamedTuple):
+    velocity: Tensor
+    weights: Tensor  # [B, K]
+    evaluated: tuple[int, ...]
+    errors: dict[int, InputError]  # of samples that have no velocity
 
 
 @dataclass(eq=False)
@@ -123,7 +203,8 @@ class Mixture:
 
     `oracle` routing needs labels[B], `sample` a generator per image. An expert whose velocity of a sample is not finite
     is left out of its run if that is `checked`, by default on the CPU, where a look is free. Else what is not finite
-    stays so: it is left to the caller.
+    stays so: it is left to the caller. `answer` is the same for samples that come and go, each routed and guided in its
+    own way.
     """
 
     ensemble: Ensemble
@@ -134,159 +215,245 @@ class Mixture:
     generators: Sequence[torch.Generator] | None = None
     trace: Trace | None = None
     checked: bool | None = None
+    experts: Collection[int] | None = None  # those that may answer; None: all
 
     def __post_init__(self) -> None:
         ensemble = self.ensemble
         if self.checked is None:
             self.checked = ensemble.device.type == "cpu"
-        # What labels decide is known on the host.
-        place = torch.device("cpu") if self.routing.name == "oracle" else ensemble.device
-        # [1 or B, K]: what fails on a sample is taken out of its run
-        self.present = send(ensemble.present[None].clone(), place)
-        self._is_flow = send(ensemble.is_flow, place)
-        self._alone = int(ensemble.present.sum()) == 1
-        if ensemble.router is None and not self._alone and self.routing.name not in NEED_NO_ROUTER:
-            raise InputError(f"the experts need a router for routing {self.routing.name!r}: give one")
+        ensemble.require_route(self.routing, self.experts)
+        self.samples: list[Sample] = []  # of the batch, from the first evaluation on
         self._texts_of: dict[int, TextCache] = {}
-        self._router_text = _router_text(ensemble.router, self.prompts, ensemble.device)
-        self._logits: Tensor | None = None  # [B, K], the router's last answer on each sample
-        self._open: list[int] = []  # the samples it is still asked about
-        self._evaluations = 0
+        self._is_flow = {"cpu": ensemble.is_flow, ensemble.device.type: send(ensemble.is_flow, ensemble.device)}
+        self._router_text = _router_text(ensemble.router, ensemble.device)
 
-    @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """Returns dx/dt at canonical (x, t), t 0-d or one per sample."""
-        assert self.prompts is None or len(self.prompts.positive) == len(x)
-        if self.checked and not bool(torch.isfinite(x).all()):
-            raise InputError("x holds values that are not finite: use smaller guidance or more steps")
-        if len(self.present) != len(x):
-            self.present = self.present[:1].repeat(len(x), 1)
-        was_asked = self._ask_router(x, t)
-        p = self._probabilities(x)
-        weights = self._weights(p, x, t, None)
-        rows_of = self._rows_of(weights, p.amax(1, keepdim=True) if was_asked else None)
-        while True:
-            velocity, failed = self._mixed(x, t, weights, rows_of)
-            if not failed:
-                self._evaluations += 1
-                return velocity
-            # The others keep their weights: no image depends on what happened to another of its batch.
-            places = torch.tensor(failed, device=weights.device)
-            weights = weights.index_copy(0, places, self._weights(self._probabilities(x), x, t, failed))
-            rows_of = self._rows_of(weights)
+        if not self.samples:
+            self.samples = self._make_samples(len(x))
+        assert len(self.samples) == len(x)
+        number, answer = self.samples[0].evaluations, self.answer(self.samples, x, t)
+        for error in answer.errors.values():
+            raise error
+        if self.trace is not None:
+            self.trace(Routed(number, t, answer.weights, answer.evaluated))
+        return answer.velocity
 
     def failed(self) -> list[int]:
         """Returns the experts that were left out of some sample's run; none, if that was not checked."""
-        if not self.checked:
+        if not self.checked or not self.samples:
             return []
-        failed: list[int] = (self.ensemble.present & ~self.present.cpu()).any(0).nonzero().flatten().tolist()
-        return failed
+        present = torch.stack([sample.present for sample in self.samples]).cpu()
+        return _rows_that((self.ensemble.may_answer(self.experts) & ~present).any(0))
 
-    def _ask_router(self, x: Tensor, t: Tensor) -> bool:
-        """Brings the router's answers up to date, where they are needed; returns whether it was asked."""
-        router, routing = self.ensemble.router, self.routing
-        if router is None or self._alone or routing.name == "oracle":
-            return False
-        if self._logits is not None and (self._evaluations % routing.every or self._open == []):
-            return False
-        self._open = list(range(len(x))) if self._logits is None else self._open
-        places = _places(self._open, x)
-        logits = send(router(*_part(x, t, places), self._router_text(self._open)), x.device)
-        if self.checked and bool(torch.isnan(logits).any()):
-            raise InputError("the router's logits are not finite: use smaller guidance, or another router")
-        self._logits = logits if places is None or self._logits is None else self._logits.index_copy(0, places, logits)
-        return True
+    def _make_samples(self, num: int) -> list[Sample]:
+        texts = None if self.prompts is None else self.prompts.guidance(self.guidance)
+        first = self.ensemble.make_sample(self.routing, self.guidance, self.experts)
+        return [
+            replace(
+                first,
+                text=texts and texts.positive[row],
+                negative=texts and texts.negative[row],
+                label=None if self.labels is None else self.labels[row],
+                generator=None if self.generators is None else self.generators[row],
+                without=set(),
+            )
+            for row in range(num)
+        ]
 
-    def _probabilities(self, x: Tensor) -> Tensor:
-        """Returns p[B, K] by the router's last answers; equal shares if it was asked for none."""
-        if self._logits is None:
-            return mask_missing(torch.ones_like(self.present, dtype=x.dtype), self.present)
-        return probabilities(self._logits, self.ensemble.temperature, self.present)
-
-    def _weights(self, p: Tensor, x: Tensor, t: Tensor, rows: list[int] | None) -> Tensor:
-        """Returns w[B, K], or w[rows, K]."""
-        present, labels, generators = self.present, self.labels, self.generators
-        if rows is not None:
-            p, present, t = p[rows], present[rows], t if t.dim() == 0 else t[rows]
-            labels = None if labels is None else labels[rows]
-            generators = None if generators is None else [generators[row] for row in rows]
-        if self._alone:
-            return present.to(x.dtype)
-        weights = self.routing.weights(p, t, labels=labels, generators=generators, is_flow=self._is_flow)
-        weights = mask_missing(weights, present).to(x.dtype)
-        # What rounding would swallow is not run: also `full` costs little where the router is sure.
-        weights = torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
-        if self._logits is not None and not self.checked:  # a policy would hide it: any expert can be the first of NaNs
-            weights = weights.masked_fill(torch.isnan(self._logits).any(1, keepdim=True), torch.nan)
-        return weights
-
-    def _rows_of(self, weights: Tensor, top: Tensor | None = None) -> dict[int, list[int]]:
-        """Returns the samples that each expert is run on: those that give it weight, by one copy to the host.
-
-        No copy is needed for one expert, nor for `full` on a device, where all are run on all. `top`[B, 1] is how sure
-        the router is if it was asked; the same copy then says which samples it will be asked about again.
-        """
-        confident = None if top is None else self.routing.confident
-        if confident is None and (self._alone or (self.routing.name == "full" and not self.checked)):
-            rows = list(range(len(weights)))
-            return {k: rows for k, expert in enumerate(self.ensemble.experts) if expert is not None}
-        copied = (weights if top is None else torch.cat([weights, top], 1)).cpu()
-        if confident is not None:
-            self._open = [row for row in self._open if float(copied[row, -1]) < confident]
-        chosen = copied[:, : weights.shape[1]] != 0
-        return {k: rows for k, own in enumerate(chosen.T) if (rows := own.nonzero().flatten().tolist())}
-
-    def _mixed(self, x: Tensor, t: Tensor, weights: Tensor, rows_of: dict[int, list[int]]) -> tuple[Tensor, list[int]]:
-        """Returns the sum of the experts' velocities, each of those samples that give it weight.
-
-        If an expert fails on some samples, it is left out of their run, and it is these that are returned.
-        """
-        weights = send(weights, x.device)
-        order = sorted(rows_of, key=lambda number: not self.ensemble.is_resident(number))
-        parts: dict[int, tuple[Tensor | None, Tensor]] = {}
-        for number in order:
-            rows = rows_of[number]
-            places = _places(rows, x)
-            part, times = _part(x, t, places)
-            try:
-                u = self._velocity_of(number, part, times, rows)
-            except NotFiniteError:  # its weights themselves
-                u = torch.full_like(part, torch.nan)
-            if self.checked:
-                bad = ~torch.isfinite(u).flatten(1).all(1).cpu()
-                if bool(bad.any()):
-                    self._leave_out(number, failed := torch.tensor(rows)[bad].tolist())
-                    return x, failed
-            parts[number] = places, u
-        if self.trace is not None:
-            self.trace(Routed(self._evaluations, t, weights, tuple(order)))
-        total = torch.zeros_like(x)
-        for number in rows_of:  # in this order also when `order` is another, for the same rounding
-            places, u = parts[number]
+    @torch.no_grad()
+    def answer(self, samples: Sequence[Sample], x: Tensor, t: Tensor) -> Answer:
+        """Returns dx/dt of samples at canonical (x, t), and what else there is to know; updates what they remember."""
+        errors: dict[int, InputError] = {}
+        if self.checked:
+            for row in _rows_that(~torch.isfinite(x).flatten(1).all(1)):
+                errors[row] = InputError("x holds values that are not finite: use smaller guidance or more steps")
+        asked = self._ask_router(samples, x, t, errors)
+        p, weights = self._route(samples, x, t)
+        rows_of = self._rows_of(samples, weights, errors, p if asked else None)
+        away: list[tuple[int, int]] = []  # samples, and the experts that they shall have again at the next evaluation
+        parts: dict[int, tuple[list[int], Tensor]] = {}
+        while True:
+            parts = {k: part for k, part in parts.items() if rows_of.get(k) == part[0]}
+            order = sorted(rows_of, key=lambda number: not self.ensemble.is_resident(number))
+            failed = self._run([k for k in order if k not in parts], rows_of, samples, x, t, parts)
+            if not failed:
+                break
+            again = self._leave_out(failed, samples, away, errors)
+            # The others keep their weights: no image depends on what happened to another of its batch.
+            left = sorted(again - errors.keys())
+            if left:
+                chosen = [samples[row] for row in left]
+                _, new = self._route(chosen, *_part(x, t, _places(left, x)))
+                weights = weights.index_copy(0, send(torch.tensor(left), weights.device), new)
+            rows_of = self._rows_of(samples, weights, errors)
+        for row, number in away:
+            samples[row].present = _switched(samples[row].present, number, True)
+        for sample in samples:
+            sample.evaluations += 1
+        weights, total = send(weights, x.device), torch.zeros_like(x)
+        for number, rows in rows_of.items():  # in this order also when `order` is another, for the same rounding
+            u, places = parts[number][1], _places(rows, x)
             if places is not None:
                 total.index_add_(0, places, broadcast(weights[places, number], u) * u)
                 continue
             weight = broadcast(weights[:, number], u)
             total += weight * u if self.checked else torch.where(weight == 0, 0, weight * u)  # not 0 * inf
-        return total, []
+        return Answer(total, weights, tuple(order), errors)
 
-    def _velocity_of(self, number: int, x: Tensor, t: Tensor, rows: list[int]) -> Tensor:
+    def _leave_out(
+        self, failed: dict[int, tuple[list[int], InputError]], samples: Sequence[Sample], away: list[tuple[int, int]],
+        errors: dict[int, InputError],
+    ) -> set[int]:  # fmt: skip
+        """Takes experts out of the samples that they failed on, and returns these samples.
+
+        One that is away is noted, to be given back; where none is left, that is the sample's error.
+        """
+        for number, (rows, fault) in failed.items():
+            is_away = isinstance(fault, AwayError)
+            for row in rows:
+                samples[row].present = _switched(samples[row].present, number, False)
+                if is_away:
+                    away.append((row, number))
+                    samples[row].without.add(number)
+                if not bool(samples[row].present.any()):
+                    advice = "ask again later" if is_away else "use smaller guidance, or load other weights"
+                    errors.setdefault(row, InputError(f"{fault} and no other expert is left: {advice}"))
+            if not is_away and not errors.keys() >= set(rows):
+                warnings.warn(f"{fault}: it is left out, and its weight goes to the others", stacklevel=5)
+        return {row for rows, _ in failed.values() for row in rows}
+
+    def _ask_router(self, samples: Sequence[Sample], x: Tensor, t: Tensor, errors: dict[int, InputError]) -> bool:
+        """Brings the router's answers up to date, where they are needed; returns whether it was asked."""
+        router = self.ensemble.router
+        rows = [
+            row
+            for row, sample in enumerate(samples)
+            if not sample.alone
+            and sample.routing.name != "oracle"
+            and (sample.logits is None or (sample.is_open and sample.evaluations % sample.routing.every == 0))
+        ]
+        if router is None or not rows:
+            return False
+        texts = self._router_text([samples[row].text for row in rows])
+        logits = send(router(*_part(x, t, _places(rows, x)), texts), x.device)
+        if self.checked:
+            for place in _rows_that(torch.isnan(logits).any(1)):
+                fault = "the router's logits are not finite: use smaller guidance, or another router"
+                errors.setdefault(rows[place], InputError(fault))
+        for row, own in zip(rows, logits.unbind(), strict=True):
+            samples[row].logits = own
+        return True
+
+    def _route(self, samples: Sequence[Sample], x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns p[B, K] by the router's last answers, and w[B, K]."""
+        groups: dict[object, list[int]] = {}
+        for row, sample in enumerate(samples):
+            groups.setdefault(sample.route, []).append(row)
+        if len(groups) == 1:
+            return self._route_alike(samples, x, t)
+        p, weights = torch.empty(2, len(x), len(self.ensemble.experts), dtype=x.dtype, device=x.device)
+        for rows in groups.values():
+            places = send(torch.tensor(rows), x.device)
+            part = self._route_alike([samples[row] for row in rows], *_part(x, t, places))
+            for whole, own in zip((p, weights), part, strict=True):
+                whole.index_copy_(0, places, send(own, x.device).to(x.dtype))
+        return p, weights
+
+    def _route_alike(self, samples: Sequence[Sample], x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        first, present = samples[0], torch.stack([sample.present for sample in samples])
+        if first.logits is None:  # equal shares
+            p = mask_missing(torch.ones_like(present, dtype=x.dtype), present)
+        else:
+            logits = torch.stack([sample.logits for sample in samples if sample.logits is not None])
+            p = probabilities(logits, self.ensemble.temperature, present)
+        if first.alone:
+            return p, present.to(x.dtype)
+        labels = [sample.label for sample in samples if sample.label is not None]
+        generators = [sample.generator for sample in samples if sample.generator is not None]
+        weights = first.routing.weights(
+            p, t, labels=torch.stack(labels) if labels else None, generators=generators or None,
+            is_flow=self._is_flow[present.device.type],
+        )  # fmt: skip
+        weights = mask_missing(weights, present).to(x.dtype)
+        # What rounding would swallow is not run: also `full` costs little where the router is sure.
+        weights = torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
+        if first.logits is not None and not self.checked:  # a policy would hide it: any expert can be the first of NaNs
+            weights = weights.masked_fill(torch.isnan(logits).any(1, keepdim=True), torch.nan)
+        return p, weights
+
+    def _rows_of(
+        self, samples: Sequence[Sample], weights: Tensor, errors: Collection[int], p: Tensor | None = None
+    ) -> dict[int, list[int]]:
+        """Returns the samples that each expert is run on: those that give it weight, by one copy to the host.
+
+        No copy is needed for one expert, nor for `full` on a device, where all are run on all. `p` is what the router
+        has said if it was asked; the same copy then says which samples it will be asked about again.
+        """
+        num = weights.shape[1]
+        sure = p is not None and any(sample.routing.confident is not None for sample in samples)
+        all_are_full = all(sample.routing.name == "full" for sample in samples)
+        if not sure and not errors and (self.ensemble.is_alone or (all_are_full and not self.checked)):
+            rows = list(range(len(weights)))
+            return {k: rows for k, expert in enumerate(self.ensemble.experts) if expert is not None}
+        copied = (torch.cat([weights, p.amax(1, keepdim=True)], 1) if sure and p is not None else weights).cpu()
+        if sure:
+            for sample, top in zip(samples, copied[:, num].tolist(), strict=True):
+                sample.is_open &= sample.routing.confident is None or top < sample.routing.confident
+        chosen = copied[:, :num] != 0
+        chosen[list(errors)] = False
+        return {k: rows for k, own in enumerate(chosen.T) if (rows := _rows_that(own))}
+
+    def _run(
+        self, numbers: Sequence[int], rows_of: dict[int, list[int]], samples: Sequence[Sample], x: Tensor, t: Tensor,
+        parts: dict[int, tuple[list[int], Tensor]],
+    ) -> dict[int, tuple[list[int], InputError]]:  # fmt: skip
+        """Puts the velocities of these experts into `parts`; returns the samples that one fails on, and why.
+
+        Those that are elsewhere are asked first: they answer while the others compute.
+        """
+
+        def ask(number: int) -> Tensor:
+            rows = rows_of[number]
+            return self._velocity_of(number, *_part(x, t, _places(rows, x)), [samples[row] for row in rows])
+
+        asked = {k: self.ensemble.pool.submit(ask, k) for k in numbers if self.ensemble.is_elsewhere(k)}
+        failed: dict[int, tuple[list[int], InputError]] = {}
+        for number in sorted(numbers, key=lambda number: number in asked):
+            rows, fault = rows_of[number], InputError(f"the velocity of expert_{number} is not finite")
+            try:
+                u = asked[number].result() if number in asked else ask(number)
+            except AwayError as error:
+                failed[number] = rows, error
+                continue
+            except NotFiniteError:  # its weights themselves
+                u = torch.full_like(x if len(rows) == len(x) else x[: len(rows)], torch.nan)
+            bad = _rows_that(~torch.isfinite(u).flatten(1).all(1)) if self.checked else []
+            if bad:
+                failed[number] = [rows[place] for place in bad], fault
+            parts[number] = rows, u
+        return failed
+
+    def _velocity_of(self, number: int, x: Tensor, t: Tensor, samples: Sequence[Sample]) -> Tensor:
         expert = self.ensemble.take(number)
-        self._texts_of = {k: texts for k, texts in self._texts_of.items() if self.ensemble.is_resident(k)}
+        for other in [k for k in self._texts_of if not self.ensemble.is_resident(k)]:
+            self._texts_of.pop(other, None)
         if expert.text_dim is None:
             return expert.velocity(x, t)
-        if number not in self._texts_of:
-            assert self.prompts is not None, "the experts read a text: give prompts, and for none the empty one"
-            self._texts_of[number] = TextCache(expert.read_text, self.prompts)
-        texts = self._texts_of[number]
-        return guided(expert.velocity, self.guidance, lambda both: texts.context(rows, both))(x, t)
+        texts = [sample.text for sample in samples if sample.text is not None]
+        assert len(texts) == len(samples), "the experts read a text: give prompts, and for none the empty one"
+        guidance = Guidance(texts, [sample.negative for sample in samples], [sample.guidance for sample in samples])
+        cache = self._texts_of.setdefault(number, TextCache(expert.read_text))
+        return expert.guided_velocity(x, t, guidance, cache)
 
-    def _leave_out(self, number: int, rows: list[int]) -> None:
-        fault = f"the velocity of expert_{number} is not finite"
-        self.present[rows, number] = False
-        if not bool(self.present.any(1).all()):
-            raise InputError(f"{fault} and no other expert is left: use smaller guidance, or load other weights")
-        warnings.warn(f"{fault}: it is left out, and its weight goes to the others", stacklevel=4)
+
+def _rows_that(are: Tensor) -> list[int]:
+    rows: list[int] = are.cpu().nonzero().flatten().tolist()
+    return rows
+
+
+def _switched(present: Tensor, number: int, value: bool) -> Tensor:
+    return present.index_fill(0, send(torch.tensor([number]), present.device), value)
 
 
 def _places(rows: list[int], x: Tensor) -> Tensor | None:
@@ -300,15 +467,23 @@ def _part(x: Tensor, t: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _router_text(
-    router: Router | CentroidRouter | Logits | None, prompts: Prompts | None, device: torch.device
-) -> Callable[[list[int]], TextContext | Tensor | None]:
+    router: Router | CentroidRouter | Logits | None, device: torch.device
+) -> Callable[[Sequence[Tensor | None]], TextContext | Tensor | None]:
     """Returns what a router is given as the text of some samples: what they follow, not what they are guided from."""
-    if prompts is None or not isinstance(router, Router | CentroidRouter) or router.config.text_dim is None:
-        return lambda rows: None
+    if not isinstance(router, Router | CentroidRouter) or router.config.text_dim is None:
+        return lambda texts: None
     if isinstance(router, Router):
-        return TextCache(lambda tokens: router.read_text(tokens.to(device)), prompts).context
-    logits = torch.cat([router.read_text(prompts.texts[number]) for number in prompts.positive])  # [B, K]
-    return lambda rows: _part(logits, logits, _places(rows, logits))[0]
+        cache = TextCache(lambda tokens: router.read_text(tokens.to(device)))
+        return lambda texts: None if texts[0] is None else cache.context([text for text in texts if text is not None])
+    read = WeakTensorKeyDictionary()
+
+    def logits_of(text: Tensor) -> Tensor:
+        logits: Tensor = read.setdefault(text, router.read_text(text)) if text not in read else read[text]
+        return logits  # [1, K]
+
+    return lambda texts: (
+        None if texts[0] is None else torch.cat([logits_of(text) for text in texts if text is not None])
+    )
 
 
 # --- from noise to latents ----------------------------------------------------------------------------------------
@@ -339,6 +514,7 @@ def generate(
     labels: Tensor | None = None,
     on_step: OnStep | None = None,
     trace: Trace | None = None,
+    experts: Collection[int] | None = None,
 ) -> Tensor:
     """Returns latents [B, C, S, S], one per seed, from noise at times[0] to times[-1]; by default 50 even steps.
 
@@ -351,7 +527,7 @@ def generate(
     def solve(checked: bool) -> Tensor:
         generators = image_generators(seeds)
         x = send(draw_noise(generators, ensemble.shape), ensemble.device)
-        velocity = Mixture(ensemble, prompts, routing, guidance, labels, generators, trace, checked)
+        velocity = Mixture(ensemble, prompts, routing, guidance, labels, generators, trace, checked, experts)
         return get_solver(solver)(velocity, x, uniform_times(50) if times is None else times, on_step)
 
     latents = solve(checked=on_cpu)
@@ -367,11 +543,11 @@ def generate_native(
     expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: float
 ) -> Tensor:
     """Returns latents [B, C, S, S], one per seed, by one expert on its own schedule, guided in what it predicts."""
-    field, schedule = VelocityExpert.of(expert, Conversion.EXACT), expert.objective.path
+    network, schedule = VelocityExpert.of(expert, Conversion.EXACT), expert.objective.path
     generators = image_generators(seeds)
-    x = send(draw_noise(generators, field.shape), field.device)
-    texts = TextCache(field.read_text, prompts)
-    predict = guided(field.predict, guidance, lambda both: texts.context(range(len(seeds)), both))
+    x = send(draw_noise(generators, network.shape), network.device)
+    texts, cache, rows = prompts.guidance(guidance), TextCache(network.read_text), range(len(seeds))
+    predict = guided(network.predict, guidance, lambda both: cache.context(texts.with_null(rows if both else ())))
 
     def denoise(x: Tensor, t: Tensor) -> Estimate:
         return estimate(expert.objective.prediction, predict(x, t), x, schedule(t))

@@ -6,7 +6,6 @@ sees depends neither on the others in its batch nor on when the expert came into
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -14,8 +13,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atoll.cards import ExpertCard, ModelIndex, file_digest
+from atoll.diffusion.guidance import guided, guided_each
 from atoll.diffusion.prediction import Prediction
 from atoll.diffusion.transfer import Conversion, Transfer
 from atoll.encoders.text import TextEncoder
@@ -33,7 +34,8 @@ Shape = tuple[int, ...]
 class VelocityExpert:
     """A network and the transfer that makes its outputs velocities. Latents are float32, the network may be less.
 
-    What an ensemble asks of an expert is here: a closed form, or one that is elsewhere, overrides `velocity`.
+    What an ensemble asks of an expert is here: a closed form overrides `velocity`, one that is elsewhere
+    `guided_velocity`.
     """
 
     network: DiT
@@ -43,6 +45,7 @@ class VelocityExpert:
     is_flow: bool  # whether it predicts a velocity, for routing by time
     device: torch.device
     resident = True
+    elsewhere = False  # whether its answers are waited for, and may fail to come: they raise AwayError
 
     def __init__(self, network: DiT, transfer: Transfer, prior: TextPrior | None = None) -> None:
         self.network, config = network, network.config
@@ -81,6 +84,16 @@ class VelocityExpert:
         """Returns dx/dt at canonical (x, t), in the precision of x."""
         prior_mean = None if text is None else text.prior_mean
         return self.transfer.velocity(lambda x, t: self.predict(x, t, text), x, t, prior_mean)
+
+    def guided_velocity(self, x: Tensor, t: Tensor, texts: "Guidance", cache: "TextCache") -> Tensor:
+        """Returns dx/dt of samples that follow their texts, each guided by its own scale; `cache` is this expert's."""
+        scale, *others = set(texts.scales)
+        if others:
+            each = guided_each(self.velocity, texts.scales, lambda rows: cache.context(texts.with_null(rows)))
+            return each(x, t)
+        rows = range(len(texts.positive))
+        batch = guided(self.velocity, scale, lambda both: cache.context(texts.with_null(rows if both else ())))
+        return batch(x, t)
 
 
 class FolderExpert(VelocityExpert):
@@ -139,6 +152,23 @@ class FolderExpert(VelocityExpert):
 # --- texts --------------------------------------------------------------------------------------------------------
 
 
+class Guidance(NamedTuple):
+    """What the samples of a batch follow, what they are guided away from, and how strongly."""
+
+    positive: Sequence[Tensor]  # [1, L, text_dim] each, without padding
+    negative: Sequence[Tensor | None]  # None: there is no null text, hence no guidance
+    scales: Sequence[float]
+
+    def with_null(self, rows: Sequence[int]) -> list[Tensor]:
+        """Returns all texts, and then the null texts of these samples."""
+        texts = list(self.positive)
+        for row in rows:
+            null = self.negative[row]
+            assert null is not None, "there is no null text: give one, or no guidance"
+            texts.append(null)
+        return texts
+
+
 class EncodedTexts(NamedTuple):
     """Texts with what is known of them on the host, so that no device is asked for it."""
 
@@ -165,6 +195,12 @@ class Prompts:
     positive: tuple[int, ...]
     negative: tuple[int, ...] | None = None  # None: there is no null text, hence no guidance
 
+    def guidance(self, scale: float) -> Guidance:
+        """Returns the texts of each sample, all guided alike."""
+        positive = [self.texts[number] for number in self.positive]
+        negative = [None] * len(positive) if self.negative is None else [self.texts[number] for number in self.negative]
+        return Guidance(positive, negative, [scale] * len(positive))
+
     @classmethod
     def encode(cls, encoder: TextEncoder, prompts: Sequence[str], negative: str | Sequence[str] = "") -> Self:
         """Encodes each distinct text once; `negative` takes the place of the null text, for all samples or for each."""
@@ -188,24 +224,33 @@ class Prompts:
 
 
 class TextCache:
-    """A batch's texts as one network sees them: each read when first needed, put together for the samples asked for."""
+    """Texts as one network sees them: each read when first needed and kept while anyone holds it, put together at will.
 
-    def __init__(self, read_text: Callable[[Tensor], TextContext], prompts: Prompts) -> None:
-        self.prompts = prompts
-        self._text = cache(lambda number: _stacked(read_text(prompts.texts[number])))
-        self._last: tuple[Sequence[int], TextContext] | None = None
+    Texts are told apart by their tensors, not by their values.
+    """
 
-    def context(self, rows: Sequence[int], guided: bool = False) -> TextContext:
-        """Returns the texts of the samples `rows`; `guided`, then also those to be guided away from."""
-        numbers = [self.prompts.positive[row] for row in rows]
-        if guided:
-            assert self.prompts.negative is not None
-            numbers += [self.prompts.negative[row] for row in rows]
-        if len(set(numbers)) == 1:
-            numbers = numbers[:1]  # one text serves any number of samples
-        if self._last is None or self._last[0] != numbers:
-            self._last = numbers, _put_together([self._text(number) for number in numbers])
+    def __init__(self, read_text: Callable[[Tensor], TextContext]) -> None:
+        self._read_text = read_text
+        self._read = WeakTensorKeyDictionary()
+        self._last: tuple[Sequence[Tensor], TextContext] | None = None
+
+    def context(self, texts: Sequence[Tensor]) -> TextContext:
+        """Returns a batch of texts."""
+        if all(text is texts[0] for text in texts):
+            texts = texts[:1]  # one text serves any number of samples
+        if self._last is None or not _same(self._last[0], texts):
+            self._last = texts, _put_together([self._stacked(text) for text in texts])
         return self._last[1]
+
+    def _stacked(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
+        if text not in self._read:
+            self._read[text] = _stacked(self._read_text(text))
+        stacked: tuple[Tensor, Tensor | None] = self._read[text]
+        return stacked
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _stacked(context: TextContext) -> tuple[Tensor, Tensor | None]:

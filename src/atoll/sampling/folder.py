@@ -164,12 +164,16 @@ def file_name(prompt: str, seed: int) -> str:
 
 def write_image(image: Image.Image, path: Path, **about: Any) -> Path | None:
     """Writes a PNG that says how it was made, as `write_kept` does; `read_metadata` reads it."""
+    return write_kept(path, described_png(image, **about))
+
+
+def described_png(image: Image.Image, **about: Any) -> bytes:
     texts = PngInfo()
     for key, value in about.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         # PNG ends a text at a zero; half characters, as a terminal may give them, are no UTF-8.
         texts.add_itxt(key, text.replace("\0", " ").encode("utf-8", "backslashreplace").decode())
-    return write_kept(path, png_of(image, texts))
+    return png_of(image, texts)
 
 
 def png_of(image: Image.Image, about: PngInfo | None = None) -> bytes:

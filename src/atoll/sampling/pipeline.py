@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from atoll.cards import INDEX, ModelIndex, RouterCard, require_fit, require_same
+from atoll.cards import INDEX, ExpertCard, ModelIndex, RouterCard, require_fit, require_same
 from atoll.diffusion.solvers import Step, get_solver, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.encoders.codec import FOLDER as CODEC
@@ -33,8 +33,8 @@ from atoll.networks.stored import DTYPES
 from atoll.plots.contact_sheet import draw_grid
 from atoll.sampling.assemble import copy_model, find_model, load_router, push_model
 from atoll.sampling.ensemble import Ensemble, Routed, generate
-from atoll.sampling.expert import FolderExpert, Prompts
-from atoll.sampling.routing import POLICIES, get_routing
+from atoll.sampling.expert import Prompts, VelocityExpert
+from atoll.sampling.routing import POLICIES, Routing, get_routing, topk
 from atoll.sampling.settings import GUIDANCE, Sampling
 from atoll.tensors import get_device
 
@@ -44,6 +44,21 @@ OnStepEnd = Callable[["AtollPipeline", int, Tensor, dict[str, Tensor]], Mapping[
 """callback(pipe, step, t, {"latents": ..., "x0": ...}); "latents" in what it returns take the place of these."""
 
 _Request = tuple[str, str, int]  # the prompt, the negative prompt and the seed of an image
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an image is made, checked: what `AtollPipeline.plan` returns."""
+
+    steps: int
+    guidance: float
+    solver: str
+    routing: Routing
+    experts: tuple[int, ...] | None = None  # those that may answer; None: all
+
+    @property
+    def times(self) -> Tensor:
+        return uniform_times(self.steps)
 
 
 class Preview(NamedTuple):
@@ -103,13 +118,16 @@ class AtollPipeline:
         conversion: Conversion | str | None = None,
         revision: str | None = None,
         verify: bool = False,
+        elsewhere: Mapping[int, VelocityExpert] | None = None,
     ) -> None:
         """Opens a folder that `assemble` has made, or a hub id.
 
         At most `max_resident` experts are in memory at a time; `dtype` is that of the experts, by default as they were
         saved. Every file is compared with its hash in the index before it is first used, those of an expert when its
         weights are first needed; hashes are remembered until the file changes. `verify` reads all files again, now.
+        Experts that are `elsewhere` (`serving.remote`) take the place of those in the folder, or of missing ones.
         """
+        self._elsewhere = elsewhere or {}
         self.folder = folder = find_model(folder, revision)
         self.index = index = ModelIndex.read(folder)
         index.verify(folder, again=verify, experts=verify)
@@ -175,9 +193,9 @@ class AtollPipeline:
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """Returns each expert's by name, or "missing"."""
-        present = zip(self.index.objectives, self.ensemble.present.tolist(), strict=True)
-        return tuple(name if name and is_there else "missing" for name, is_there in present)
+        """Returns each expert's by name, or "missing", or "elsewhere" if it is and the index does not know it."""
+        names = zip(self.index.objectives, self.ensemble.experts, strict=True)
+        return tuple("missing" if expert is None else name or "elsewhere" for name, expert in names)
 
     @property
     def guidance(self) -> float:
@@ -192,18 +210,20 @@ class AtollPipeline:
         self.ensemble = Ensemble.open(
             [None if part is None else self.folder / part.folder for part in parts], self.router,
             conversion=self.conversion, dtype=self.dtype, device=self.device, max_resident=self.max_resident,
-            index=index,
+            index=index, elsewhere=self._elsewhere,
         )  # fmt: skip
         scales = []
-        for expert, part in zip(self.ensemble.experts, parts, strict=True):
-            if isinstance(expert, FolderExpert) and part is not None:
-                require_fit(expert.path, expert.card, index.latent_space, index.text_encoder, INDEX)
-                if expert.card.cluster != part.cluster:
-                    raise InputError(
-                        f"{expert.path} is the expert of cluster {expert.card.cluster}, not of {part.cluster}: "
-                        "assemble the model again"
-                    )
-                scales.append(float(expert.card.guidance))
+        for k, (expert, part) in enumerate(zip(self.ensemble.experts, parts, strict=True)):
+            card: ExpertCard | None = getattr(expert, "card", None)
+            if expert is None or card is None:
+                continue
+            path = getattr(expert, "path", "")
+            require_fit(path, card, index.latent_space, index.text_encoder, INDEX)
+            if card.cluster != (expected := k if part is None else part.cluster):
+                raise InputError(
+                    f"{path} is the expert of cluster {card.cluster}, not of {expected}: assemble the model again"
+                )
+            scales.append(float(card.guidance))
         self.learned_guidance = tuple(scales)
         if len(set(scales)) > 1:
             warnings.warn(
@@ -232,6 +252,7 @@ class AtollPipeline:
         solver: str = Sampling.solver,
         batch_size: int = Sampling.batch,
         previews: int = 0,
+        experts: Sequence[int] | None = None,
         progress: bool = True,
     ) -> Samples:
         """Makes images of prompts. The same prompt and seed give the same image, whatever else is made with it.
@@ -241,25 +262,24 @@ class AtollPipeline:
         seeds are drawn from the generator, or from torch's own. `routing` is top1, topk:2, full, threshold:0.1,
         sample or by_time:0.5; the router is asked at every `route_every`-th evaluation, and no more about a sample once
         an expert's probability has reached `confident`. `previews` is how many estimates of the final latents each
-        trace shall hold at most. Where images are split into batches, the callback sees one batch after another; on a
-        GPU it sees a batch again from step 0 if that has to be made again (`generate`).
+        trace shall hold at most; `experts` are the numbers of those that may answer, by default all. Where images are
+        split into batches, the callback sees one batch after another; on a GPU it sees a batch again from step 0 if
+        that has to be made again (`generate`).
         """
         if output_type not in OUTPUTS:
             raise unknown("output type", output_type, OUTPUTS)
-        Sampling(steps=num_inference_steps, guidance=guidance_scale, batch=batch_size)  # checks them
-        policy = get_routing(routing, operator.index(route_every), confident)
-        if policy.name == "oracle":  # a prompt has no label
-            raise unknown("routing", "oracle", [name for name in POLICIES if name != "oracle"])
-        get_solver(solver)
-        times = uniform_times(operator.index(num_inference_steps))
-        guidance = self.guidance if guidance_scale is None else float(guidance_scale)
+        plan = self.plan(
+            steps=num_inference_steps, guidance=guidance_scale, solver=solver, routing=routing, route_every=route_every,
+            confident=confident, experts=experts,
+        )  # fmt: skip
+        Sampling(batch=batch_size)  # checks it
         requests = _requests(prompt, negative_prompt, seed, generator, num_images_per_prompt)
         warn_of_long_texts(self.text_encoder, {text for request in requests for text in request[:2]})
 
         self._interrupt = False
         images: list[Any] = []
         traces: list[ImageTrace] = []
-        starts, num_steps = range(0, len(requests), batch_size), len(times) - 1
+        starts, num_steps = range(0, len(requests), batch_size), plan.steps
         shown = range(0, num_steps, -(-num_steps // previews)) if previews > 0 else range(0)
         with tqdm(total=len(starts) * num_steps, unit=" steps", disable=None if progress else True, leave=False) as bar:
             for start in starts:
@@ -267,17 +287,47 @@ class AtollPipeline:
                     break
                 latents, batch_traces = self._make_batch(
                     requests[start : start + batch_size], callback_on_step_end, shown, bar,
-                    solver=solver, times=times, routing=policy, guidance=guidance,
+                    solver=plan.solver, times=plan.times, routing=plan.routing, guidance=plan.guidance,
+                    experts=plan.experts,
                 )  # fmt: skip
                 images.append(self.render(latents, output_type))
                 traces += batch_traces
+        prompts, negatives, seeds = zip(*requests[: len(traces)], strict=True)
+        return Samples(_joined(images), seeds, prompts, negatives, tuple(traces), self.settings_of(plan))
+
+    def plan(
+        self,
+        *,
+        steps: int = Sampling.steps,
+        guidance: float | None = None,
+        solver: str = Sampling.solver,
+        routing: str = Sampling.routing,
+        route_every: int = 1,
+        confident: float | None = None,
+        experts: Sequence[int] | None = None,
+    ) -> Plan:
+        """Checks how an image shall be made."""
+        Sampling(steps=steps, guidance=guidance)  # checks them
+        policy = get_routing(routing, operator.index(route_every), confident)
+        if policy.name == "oracle":  # a prompt has no label
+            raise unknown("routing", "oracle", [name for name in POLICIES if name != "oracle"])
+        if policy.name == "topk" and not self.ensemble.is_alone:
+            topk(torch.ones(1, self.index.num_experts), int(policy.number or 0))
+        get_solver(solver)
+        own = None if experts is None else tuple(sorted(set(map(operator.index, experts))))
+        self.ensemble.require_route(policy, own)
+        scale = self.guidance if guidance is None else float(guidance)
+        return Plan(operator.index(steps), scale, solver, policy, own)
+
+    def settings_of(self, plan: Plan) -> dict[str, Any]:
+        """Returns what an image depends on beside its prompts, its seed and the model."""
         settings: dict[str, Any] = {
-            "steps": num_steps,
-            "guidance": guidance,
-            "solver": solver,
-            "routing": str(policy),
-            "route_every": policy.every,
-            "confident": confident,
+            "steps": plan.steps,
+            "guidance": plan.guidance,
+            "solver": plan.solver,
+            "routing": str(plan.routing),
+            "route_every": plan.routing.every,
+            "confident": plan.routing.confident,
             "conversion": None if self.conversion is None else self.conversion.value,
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
         }
@@ -285,8 +335,9 @@ class AtollPipeline:
             settings["learned_guidance"] = ", ".join(f"{scale:g}" for scale in sorted(set(self.learned_guidance)))
         if missing := [f"expert_{k}" for k, name in enumerate(self.objectives) if name == "missing"]:
             settings["missing"] = missing
-        prompts, negatives, seeds = zip(*requests[: len(traces)], strict=True)
-        return Samples(_joined(images), seeds, prompts, negatives, tuple(traces), settings)
+        if plan.experts is not None:
+            settings["experts"] = list(plan.experts)
+        return settings
 
     def _make_batch(
         self, requests: Sequence[_Request], callback: OnStepEnd | None, shown: range, bar: Any, **options: Any

@@ -1,0 +1,139 @@
+"""The models that are served: opened, described, and replaced by new versions without a dropped request."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atoll.cards import ExpertCard, ModelIndex
+from atoll.errors import InputError, plural, unknown
+from atoll.sampling.assemble import find_model
+from atoll.sampling.expert import VelocityExpert
+from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.scheduler import Observer, Scheduler
+from atoll.serving.settings import Limits
+
+NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
+SHEET = "sheet.png"  # of a cluster, as `atoll partition` writes it
+MAX_SHEET = 32 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, and under which name it is served."""
+
+    name: str
+    place: str  # a folder or a hub id
+    options: Mapping[str, Any] = field(default_factory=dict)  # of AtollPipeline
+    clusters: Path | None = None  # what `atoll partition` has made, for the contact sheets
+    observer: Observer | None = None
+
+    @classmethod
+    def parse(cls, spec: str, **more: Any) -> "Source":
+        """Reads PLACE or NAME=PLACE; the name of a folder is its last part, that of a hub id the id."""
+        name, equals, place = spec.partition("=")
+        if not equals:
+            place, path = spec, Path(spec)
+            name = (path.resolve().name if path.exists() else spec) or "model"
+            name = re.sub(r"[^A-Za-z0-9._/-]", "-", name)
+        if not NAME.fullmatch(name):
+            raise InputError(
+                f"a model is named by letters, digits, dots and dashes, but one is {name!r}: use NAME=FOLDER"
+            )
+        return cls(name, place, **more)
+
+
+class Served:
+    """One version of a model, with its scheduler."""
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        self.source, self.name, self.created = source, source.name, int(time.time())
+        self.pipe = AtollPipeline(source.place, **source.options)
+        self.scheduler = Scheduler(self.pipe, limits, source.observer)
+        space = self.pipe.index.latent_space
+        self.side = space.shape[1] * space.codec.factor
+        self.about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "atoll",
+                      "atoll": self._describe()}  # fmt: skip
+
+    def _describe(self) -> dict[str, Any]:
+        index, pipe = self.pipe.index, self.pipe
+        return {
+            "hash": index.hash,
+            "size": f"{self.side}x{self.side}",
+            "license": index.license,
+            "guidance": pipe.guidance,
+            "router": None if index.router is None else index.router.model,
+            "experts": [self._expert(k, expert) for k, expert in enumerate(pipe.ensemble.experts)],
+        }
+
+    def _expert(self, number: int, expert: VelocityExpert | None) -> dict[str, Any]:
+        """Returns what there is to know of an expert: what it learned, from what, and where it is."""
+        about: dict[str, Any] = {"number": number, "objective": self.pipe.objectives[number]}
+        place = "missing" if expert is None else "elsewhere" if expert.elsewhere else "here"
+        card: ExpertCard | None = getattr(expert, "card", None)
+        if card is not None:
+            data, training = card.data, card.training or {}
+            about |= {
+                "cluster": card.cluster, "license": card.license, "data": data and data.name,
+                "images": data and data.pictures, "samples": training.get("samples"),
+                "parameters": training.get("parameters"), "objective": self._objective(number, card),
+            }  # fmt: skip
+        return {**about, "place": place, "sheet": self.sheet(number) is not None}
+
+    def _objective(self, number: int, card: ExpertCard) -> str:
+        return self.pipe.index.objectives[number] or str(card.objective.get("prediction"))
+
+    def sheet(self, number: int) -> Path | None:
+        """Returns the contact sheet of an expert's cluster, if there is one."""
+        known = self.source.clusters
+        path = None if known is None else known / f"{number:02d}" / SHEET
+        return (
+            path if path is not None and number in range(len(self.pipe.ensemble.experts)) and path.is_file() else None
+        )
+
+
+class Models:
+    """All models by name; the first is the default."""
+
+    def __init__(self, sources: Sequence[Source], limits: Limits) -> None:
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names) or not names:
+            raise InputError(f"{plural(len(names), 'model')} need as many names: give them as NAME=FOLDER")
+        self._limits = limits
+        self._served = {source.name: Served(source, limits) for source in sources}
+
+    def __iter__(self) -> Any:
+        return iter(self._served.values())
+
+    def get(self, name: str | None) -> Served:
+        served = next(iter(self._served.values())) if name is None else self._served.get(name)
+        if served is None:
+            raise unknown("model", name, self._served)
+        return served
+
+    def changed(self) -> list[Source]:
+        """Returns those whose files are another model now."""
+        changed = []
+        for served in self:
+            try:
+                index = ModelIndex.read(find_model(served.source.place, served.source.options.get("revision")))
+            except InputError:
+                continue  # it is being written, or gone: what is loaded stays
+            if index.hash != served.pipe.index.hash:
+                changed.append(served.source)
+        return changed
+
+    def open(self, source: Source) -> Served:
+        """Loads a new version, beside the one that is served."""
+        return Served(source, self._limits)
+
+    def swap(self, new: Served) -> Served:
+        """Serves a new version from now on; returns the old one, which still has to finish its images."""
+        old, self._served[new.name] = self._served[new.name], new
+        return old
+
+    def close(self, cancel: bool = False) -> None:
+        for served in self:
+            served.scheduler.close(cancel)

@@ -1,0 +1,40 @@
+"""How a model is served unless one says otherwise. Apart, so that `atoll serve --help` need not wait for torch."""
+
+from dataclasses import dataclass
+
+from atoll.config import check_counts
+from atoll.errors import InputError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at a time, and how much may wait."""
+
+    images: int = 16
+    """Images in flight per model, at most; fewer if memory allows no more."""
+    waiting: int = 64
+    """Images that may wait for a place; beyond that, requests get 429 with Retry-After."""
+    memory: float = 0.25
+    """The share of this machine's memory that images in flight may take."""
+    n: int = 10
+    """Images per request."""
+    steps: int = 200
+    """Steps per image."""
+    body: int = 64 << 10
+    """Bytes of a request."""
+    connections: int = 512
+    """Connections at a time; beyond that, requests get 503."""
+    patience: float = 20.0
+    """Seconds that a client may take to send a request, or to take a piece of the answer."""
+    drain: float = 120.0
+    """Seconds that requests in flight have to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        check_counts(
+            self, images=4096, waiting=1_000_000, n=1000, steps=10_000, body=16 << 20, connections=100_000
+        )  # fmt: skip
+        if not 0 < self.memory <= 1:
+            raise InputError(f"memory must be a share above 0 and at most 1, but is {self.memory}")
+        for name in ("patience", "drain"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise InputError(f"{name} must lie above 0 and be at most 86400 seconds, but is {getattr(self, name)}")
