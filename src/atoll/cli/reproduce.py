@@ -11,6 +11,8 @@ def reproduce(
     data: str | None = None,
     recipe: str = "reproduce",
     seeds: int | None = None,
+    pretrain: str | None = None,
+    originals: str | None = None,
     dry_run: bool = False,
     out: Path = Path("reproduced"),
 ) -> None:
@@ -34,6 +36,9 @@ def reproduce(
         recipe: One that comes with atoll or a TOML file, with the settings of training and, in [study], how large the
             comparisons are; reproduce_paper is at the papers' scale.
         seeds: Of training, in place of the recipe's.
+        pretrain: The set that the DiT is trained on from which experts start, by name, in place of the recipe's; or a
+            published DiT's file, which is then converted.
+        originals: What a prepared folder was made of, to compare with the images themselves, as the papers do.
         dry_run: Print the parts, models and rows of the plan with the FLOPs and memory they need, and do nothing else.
         out: The folder for all that is made, results.json, results.md and images of each comparison.
     """
@@ -48,6 +53,9 @@ def reproduce(
     content = Recipe.read(recipe)
     if seeds is not None:
         content = replace(content, plan=replace(content.plan, seeds=seeds))
+    if pretrain is not None:
+        key = "checkpoint" if Path(pretrain).is_file() else "data"
+        content = replace(content, pretrain=replace(content.pretrain, **{key: pretrain}))
     if dry_run:
         from atoll.experiments.dry_run import describe_plan
 
@@ -55,6 +63,6 @@ def reproduce(
         return
     if data is None:
         raise InputError("there is no data to work with: give --data, a prepared folder or a set such as fashion-mnist")
-    repeat(what, data, out, content)
+    repeat(what, data, out, content, originals=originals)
     print((out / "results.md").read_text(encoding="utf-8"))
     print(f"{out / 'results.md'}: this, with pictures beside it")

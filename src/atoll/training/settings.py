@@ -37,8 +37,9 @@ class Settings:
     """What every run has, be it an expert's, the monolith's or the router's."""
 
     model: str = "mini"
-    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. With :local after that,
-    blocks have convolutions too, which helps in short runs on 8 x 8 tokens and more."""
+    """Size: xs, mini, s, b, l, xl or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. Options may follow:
+    :local (convolutions in blocks, which help in short runs on 8 x 8 tokens and more), :zero (AdaLN-Zero in place of
+    AdaLN-Single), :norm (the norm of Eq. 17), :blind (no text), and for a router :mlp (its head)."""
     steps: int = 5000
     """Updates of the weights."""
     batch: int = 64
@@ -162,7 +163,7 @@ class ExpertSettings(Settings):
     objective: str = "fm"
     """fm, fm-logit-normal, ddpm, ddpm-min-snr (better in short runs), x0 or v."""
     schedule: str | None = None
-    """Instead of the objective's own: linear, cosine, ddpm or ddpm-scaled."""
+    """Instead of the objective's own: linear, cosine, ddpm, ddpm-scaled or ddpm-cosine."""
     weighting: str | None = None
     """Instead of the objective's own: plain or min-snr."""
 
@@ -206,7 +207,7 @@ Micro-batches round otherwise, no more."""
 
 # Of a recipe; the others are for `atoll reproduce` alone.
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
-PREPARE, OTHER_TABLES = "prepare", ("study", "data")
+PREPARE, OTHER_TABLES = "prepare", ("study", "data", "pretrain")
 S = TypeVar("S", bound=Settings | PrepareSettings)
 
 
