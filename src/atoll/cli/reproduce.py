@@ -54,8 +54,9 @@ def reproduce(
     if seeds is not None:
         content = replace(content, plan=replace(content.plan, seeds=seeds))
     if pretrain is not None:
-        key = "checkpoint" if Path(pretrain).is_file() else "data"
-        content = replace(content, pretrain=replace(content.pretrain, **{key: pretrain}))
+        is_file = Path(pretrain).is_file()
+        first = replace(content.pretrain, checkpoint=pretrain) if is_file else replace(content.pretrain, data=pretrain)
+        content = replace(content, pretrain=first)
     if dry_run:
         from atoll.experiments.dry_run import describe_plan
 

@@ -66,7 +66,7 @@ def dit_weights(network: DiT) -> dict[str, Tensor]:
     So a network that was pretrained here becomes first weights by the same way as a published one.
     """
     config, ours, weights = network.config, network.state_dict(), {}
-    assert config.adaln == "block" and config.text_dim is None
+    assert (config.adaln, config.text_dim) == ("block", None)
     patch = (config.in_channels, config.patch_size, config.patch_size)
     for target, (key,) in expand(DIT.table, config.depth):
         if target.endswith(".classes"):

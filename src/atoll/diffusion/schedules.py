@@ -180,7 +180,7 @@ class DDPMTable(Schedule):
 
 @dataclass(frozen=True)
 class CosineTable(DDPMTable):
-    """Nichol and Dhariwal's 1000 betas, none above 0.999: the cosine of every DDPM sampler, whose last alpha is not 0."""
+    """Nichol and Dhariwal's 1000 betas, none above 0.999: the cosine of DDPM samplers, whose last alpha is not 0."""
 
     beta_start: float = 0.0
     beta_end: float = 0.999

@@ -171,9 +171,12 @@ def ddim(
 
 
 def table_times(num_steps: int, num_train: int = 1000) -> Tensor:
-    """Returns so many steps of a table as times, the last of them first ("trailing"), and then 0 for clean data."""
+    """Returns so many steps of a table as times, the last of them first ("trailing"), and then 0 for clean data.
+
+    Step 0 itself, which still has noise, is a ten-thousandth of a step later, to be another time than clean data's.
+    """
     steps = torch.arange(num_train, 0, -num_train / num_steps, dtype=torch.float64)[:num_steps].round() - 1
-    return torch.cat([steps / (num_train - 1), torch.zeros(1, dtype=torch.float64)])
+    return torch.cat([steps.clamp_min(1e-4) / (num_train - 1), torch.zeros(1, dtype=torch.float64)])
 
 
 def bounded_x0(x0: Tensor, bound: Tensor, dynamic: bool = False, ratio: float = 0.995) -> Tensor:

@@ -171,7 +171,9 @@ class Evaluation:
     def describe(self) -> dict[str, Any]:
         """Returns what results.json says beside the models."""
         card = self.view.data.card
-        settings = {key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip", "originals")}
+        settings = {
+            key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip", "originals")
+        }
         return {
             "data": {
                 "name": card.source.name,
@@ -182,7 +184,8 @@ class Evaluation:
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
             "reference": {
-                "split": self.settings.reference_split, "num": len(self.reference.rows),
+                "split": self.settings.reference_split,
+                "num": len(self.reference.rows),
                 "pictures": "decoded from latents" if self._originals is None else "originals",
             },
             "settings": {**settings, "metrics": self.metrics},

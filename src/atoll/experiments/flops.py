@@ -46,7 +46,9 @@ def _num_parameters(part: Part) -> int:
 
 
 @cache
-def training_flops(settings: ExpertSettings | RouterSettings | DistillSettings, data: Path, cluster: int | None = None) -> float:
+def training_flops(
+    settings: ExpertSettings | RouterSettings | DistillSettings, data: Path, cluster: int | None = None
+) -> float:
     """Returns the FLOPs of a training: those of one step, the loss of a batch and its gradient, times the steps.
 
     Those of a student's teacher are not among them.

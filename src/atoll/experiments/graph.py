@@ -101,13 +101,15 @@ def train(models: Sequence[ModelNode], device: str, progress: bool = True) -> No
     """Trains all parts that are not complete: each after what it starts from, students after their teachers."""
     parts = parts_of(models)
     # The longest first, so that no core idles long at the end.
-    ordered = sorted(parts, key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch))
+    ordered = sorted(
+        parts, key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch)
+    )
     jobs = [part for part in ordered if not isinstance(part, PartOnTheWay)]
-    for stage in range(1 + max((_stage(part) for part in jobs), default=0)):
+    for stage in range(1 + max((stage_of(part) for part in jobs), default=0)):
         if stage == STUDENTS:
             _take_snapshots(parts)
-            assemble_all([model for model in models if all(_stage(part) < STUDENTS for part in model.parts)])
-        run_jobs([part.job() for part in jobs if _stage(part) == stage], find_slots(device), progress=progress)
+            assemble_all([model for model in models if all(stage_of(part) < STUDENTS for part in model.parts)])
+        run_jobs([part.job() for part in jobs if stage_of(part) == stage], find_slots(device), progress=progress)
         for part in jobs:
             if isinstance(part, PretrainedPart):
                 part.convert()
@@ -123,7 +125,8 @@ def _take_snapshots(parts: Iterable[Part]) -> None:
 STUDENTS = 2
 
 
-def _stage(part: Part) -> int:
+def stage_of(part: Part) -> int:
+    """Returns after how many others it is trained: what starts from weights after these, students after all."""
     return STUDENTS if part.teacher is not None else int(part.init is not None)
 
 

@@ -1,4 +1,4 @@
-"""The images that a data set was made of, as the papers compare with them: what the codec loses is held against a model.
+"""The images that a data set was made of, which the papers compare with: what the codec loses counts then.
 
 A data set holds latents alone, so its source is read again, and images are known by the digest of their pixels.
 """
@@ -43,7 +43,9 @@ class Originals:
     def _write(self, staged: Path) -> None:
         card = self.view.data.card
         about = card.settings
-        settings = PrepareSettings(about.size, holdout=about.holdout, min_side=about.min_side, max_aspect=about.max_aspect)
+        settings = PrepareSettings(
+            about.size, holdout=about.holdout, min_side=about.min_side, max_aspect=about.max_aspect
+        )
         transform = transform_of(settings, make_features(card.features.spec).size)
         digests = self.view.data.column("digest")[self.rows]
         places = {digest.tobytes(): place for place, digest in enumerate(digests)}

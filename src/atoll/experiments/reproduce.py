@@ -116,11 +116,17 @@ def _run(
     assemble_all(models)
     measured = _measure([study for studies in seeds for study in studies.values()], out, recipe, originals, progress)
     card, lab, num = DatasetCard.read(data), Lab(out, recipe), recipe.plan.num_experts
-    parts = {"monolith": lab.part("fm", num), "router": lab.part("router", num)}  # experts have the monolith's FLOPs
+    parts = {
+        "monolith": lab.part("fm", num),
+        "router": lab.part(recipe.plan.router, num),
+    }  # experts have the monolith's FLOPs
     results = {
         "data": {"name": card.source.name, "pictures": card.counts.rows, "license": card.license},
         "seeds": len(seeds),
-        "reference": {"split": recipe.plan.reference_split, "pictures": "decoded" if originals is None else "originals"},
+        "reference": {
+            "split": recipe.plan.reference_split,
+            "pictures": "decoded latents" if originals is None else "original images",
+        },
         "recipe": json.loads(json.dumps(asdict(recipe))),
         "training_flops": {name: training_flops(part.settings, part.data) for name, part in parts.items()},
         "studies": {name: _describe([studies[name] for studies in seeds], measured) for name in seeds[0]},
@@ -179,7 +185,9 @@ def _measure(
 
 
 def _node(study: Study, row: Row | None = None) -> Node:
-    contenders = [one and Contender(one.model.folder.name, one.model.folder, one.sampling) for one in (row, study.rows[0])]
+    contenders = [
+        one and Contender(one.model.folder.name, one.model.folder, one.sampling) for one in (row, study.rows[0])
+    ]
     return study.data, study.cluster, study.num, contenders[0], contenders[1] if row and study.correlated else None
 
 

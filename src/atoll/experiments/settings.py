@@ -43,8 +43,8 @@ class MetricSettings:
     """What the data was prepared from, as given to `atoll prepare`: then real images are these themselves, as in the
     papers, and what the codec loses counts. Without, they are as their latents are decoded."""
     distance: str = "stlpips"
-    """What tells how varied images are: stlpips, or LPIPS itself by lpips:BACKBONE,HEADS, the files
-    alexnet-owt-7be5be79.pth and alex.pth."""
+    """What tells how varied images are: stlpips, or LPIPS itself by lpips:alexnet-owt-7be5be79.pth, with the file of
+    its channel weights after a comma where torchmetrics, which has them, is not installed."""
     varied: int = 50
     """Prompts of which several images are made, for diversity."""
     each: int = 4

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.config import build
+from atoll.config import build, check_choices
 from atoll.data.download import PACKAGES, fetch
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
@@ -90,16 +90,20 @@ class Plan:
     each: int = 4
     guidance: float = 2.0  # HDDM: 7.5, with 50 steps
     steps: int = 20
-    conversion_guidance: float | None = None  # of Table 3 and half of Table 4, HDDM: 6, with 75 steps; 0.8 and 1.5 times
+    conversion_guidance: float | None = (
+        None  # of Table 3 and half of Table 4, HDDM: 6, with 75 steps; 0.8 and 1.5 times
+    )
     conversion_steps: int | None = None
     conversion_num: int | None = None  # images of Table 3, HDDM: 5,000
     solver: str = "multistep"  # HDDM: euler
+    router: str = "router"  # reads the text; HDDM's is a blind-router
     batch: int = 250  # images at a time, which experts share
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str) or not all(isinstance(spec, str) for spec in self.features):
             raise InputError(f'features must be a list of names such as ["simple"], but are {self.features!r}')
         object.__setattr__(self, "features", tuple(self.features))
+        check_choices(self, router=("router", "blind-router"))
         if self.num_experts < 2 or self.seeds < 1:
             raise InputError("a comparison needs num_experts of at least 2 and seeds of at least 1")
 
@@ -231,9 +235,10 @@ class Lab:
         return ModelNode(self.out / f"seed_{self.seed}" / "models" / name, parts[0].data, parts)
 
     def ensemble(
-        self, num: int, num_ddpm: int = 0, method: str = KMEANS, router: str = "router", pretrained: bool = False
+        self, num: int, num_ddpm: int = 0, method: str = KMEANS, router: str = "", pretrained: bool = False
     ) -> ModelNode:
         """Returns an ensemble with experts 0, 3 and then others of DDPM."""
+        router = router or self.recipe.plan.router
         name = f"{method}-{num_ddpm}ddpm-{num - num_ddpm}fm{'-blind' if router == 'blind-router' else ''}"
         init = self.pretrained if pretrained else None
         ddpm = [k for k in dict.fromkeys((*PLACES, *range(num))) if k < num][:num_ddpm]
@@ -349,9 +354,13 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "A100 days (120 of an A40), 16 times less compute and 14 times less data.",
             Row("monolith, from scratch", monolith, usual),
             Row(f"{num} FM, pretrained", lab.ensemble(num, pretrained=True), usual, "12.45"),
-            *both(f"{quarter} DDPM, {num - quarter} FM, pretrained", lab.ensemble(num, quarter, pretrained=True), usual,
-                  "11.88"),
-        ),  # fmt: skip
+            *both(
+                f"{quarter} DDPM, {num - quarter} FM, pretrained",
+                lab.ensemble(num, quarter, pretrained=True),
+                usual,
+                "11.88",
+            ),
+        ),
         "table3": lambda: table3(pretrained=True),
         "table3-scratch": lambda: table3(pretrained=False),
         "table4": lambda: table4(pretrained=True),
@@ -360,11 +369,14 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "When FM hands over to DDPM: the threshold in time (HDDM, section 4.3 and supplement)",
             "Low thresholds (0.2 to 0.3), which mean more FM, favour FID, those in the middle (0.4 to 0.5) diversity.",
             Row("FM alone", lab.alone("fm", pretrained=True), by("top1", protocol)),
-            *(row for t in TIMES
-              for row in both(f"{t}", lab.alone("ddpm", "fm", pretrained=True), by(f"by_time:{t}", protocol))),
+            *(
+                row
+                for t in TIMES
+                for row in both(f"{t}", lab.alone("ddpm", "fm", pretrained=True), by(f"by_time:{t}", protocol))
+            ),
             cluster=0,
             num=plan.conversion_num,
-        ),  # fmt: skip
+        ),
         "clusters": lambda: Study(
             "Clusters of like images, and random ones (DDM)",
             "Random clusters are clearly worse.",
@@ -381,10 +393,12 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
         "flops": lambda: Study(
             "Quality against FLOPs of training, from checkpoints on the way (DDM, Fig. 4)",
             "At each number of FLOPs the ensemble is better than the monolith.",
-            *(Row(f"{label}, {name} of the steps", model if share == 1 else lab.on_the_way(model, share), usual)
-              for label, model in (("monolith", monolith), ("ensemble", homogeneous))
-              for name, share in ((f"1/{share}" if share > 1 else "all", share) for share in (*SHARES, 1))),
-        ),  # fmt: skip
+            *(
+                Row(f"{label}, {name} of the steps", model if share == 1 else lab.on_the_way(model, share), usual)
+                for label, model in (("monolith", monolith), ("ensemble", homogeneous))
+                for name, share in ((f"1/{share}" if share > 1 else "all", share) for share in (*SHARES, 1))
+            ),
+        ),
         "correlation": lambda: Study(
             "Images of the same prompt and noise by monolith and ensemble (DDM, Fig. 5)",
             "They are highly correlated: both learn the same velocity.",
@@ -406,12 +420,16 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "Experts from scratch, and from a DDPM DiT of other data (HDDM, section 3.5)",
             "From ImageNet DDPM weights flow matching converges 1.2 times as fast. benchmarks/init.py counts steps.",
             *(
-                Row(f"{label}, {'from the DiT' if pretrained else 'from scratch'}", lab.alone(kind, pretrained=pretrained),
-                    by("top1"))
-                for label, kind in (("FM", "fm"), ("DDPM", "ddpm")) for pretrained in (False, True)
+                Row(
+                    f"{label}, {'from the DiT' if pretrained else 'from scratch'}",
+                    lab.alone(kind, pretrained=pretrained),
+                    by("top1"),
+                )
+                for label, kind in (("FM", "fm"), ("DDPM", "ddpm"))
+                for pretrained in (False, True)
             ),
             cluster=0,
-        ),  # fmt: skip
+        ),
         "adaln": lambda: Study(
             "AdaLN-Single, AdaLN-Zero, and the norm of Eq. 17 (HDDM, section 3.4)",
             "AdaLN-Single has 30% fewer parameters (605M against 891M) at the same quality.",

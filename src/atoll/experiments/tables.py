@@ -211,12 +211,14 @@ def _errors(models: Sequence[Model]) -> str:
 def render_results(results: Mapping[str, Any]) -> str:
     """Returns Markdown: a table per comparison."""
     data, plan, expert = results["data"], results["recipe"]["plan"], results["recipe"]["expert"]
+    reference = results["reference"]
     flops = {name: f"{format_value(FLOPS, value)}FLOPs" for name, value in results["training_flops"].items()}
     lines = [
         f"# The papers' comparisons on {plain(data['name'])}",
         "",
         f"{data['pictures']:,} images; {plan['num_experts']} experts unless a row says otherwise; {plan['num']:,} "
-        f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training.",
+        f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training. Compared with "
+        f"{reference['pictures']} of the split {reference['split']}.",
         "",
         f"Budget: the monolith takes {expert['steps']:,} steps of {expert['batch']} images, each expert as many "
         f"steps with its share of the batch; both {flops['monolith']} of training, counted, and the router "

@@ -1,8 +1,9 @@
 """How much images differ as people see it: mean distances over pairs, by LPIPS, shift-tolerant or the original.
 
-LPIPS is Zhang et al. 2018, by the user's own files. Shift-tolerant LPIPS is Ghildyal and Liu 2022; the weights are those of the package `stlpips-pytorch` (BSD-2), whose code is not imported: it
-asks for torchvision, IPython and torchsummary. The distance of two images is a weighted sum of squared differences
-of features, so its mean over all pairs of N images needs each image once, and no pair at all.
+LPIPS is Zhang et al. 2018, from the user's own files. The shift-tolerant one is Ghildyal and Liu 2022; its weights are
+those of the package `stlpips-pytorch` (BSD-2), whose code is not imported: it asks for torchvision, IPython and
+torchsummary. The distance of two images is a weighted sum of squared differences of features, so its mean over all
+pairs of N images needs each image once, and no pair at all.
 """
 
 import re
@@ -120,8 +121,9 @@ class LPIPS(Distance):
         ]
 
     @classmethod
-    def open(cls, backbone: Path, heads: Path) -> "LPIPS":
-        """Opens it with torchvision's AlexNet and the channel weights of the package `lpips`."""
+    def open(cls, backbone: Path, heads: Path | None = None) -> "LPIPS":
+        """Opens it with torchvision's AlexNet and the channel weights of `lpips`, by default torchmetrics' copy."""
+        heads = heads or installed_files("torchmetrics", "dev", ["alex.pth"])[0]
         model, named = cls(), {}
         for stage, (number, place) in enumerate(zip((0, 3, 6, 8, 10), (0, 1, 1, 0, 0), strict=True)):
             for kind in ("weight", "bias"):
@@ -138,13 +140,13 @@ class LPIPS(Distance):
 
 
 def make_distance(spec: str) -> Distance:
-    """Returns what `stlpips` or `lpips:BACKBONE,HEADS` stand for."""
+    """Returns what `stlpips` or `lpips:BACKBONE[,HEADS]` stand for."""
     kind, _, files = spec.partition(":")
     if spec == "stlpips":
         return Distance.pretrained()
-    if kind == "lpips" and len(paths := files.split(",")) == 2:
-        return LPIPS.open(Path(paths[0]), Path(paths[1]))
-    raise unknown("distance", spec, ("stlpips", "lpips:BACKBONE,HEADS"))
+    if kind == "lpips" and files and len(paths := files.split(",")) <= 2:
+        return LPIPS.open(*map(Path, paths))
+    raise unknown("distance", spec, ("stlpips", "lpips:BACKBONE[,HEADS]"))
 
 
 def find_weights() -> Path:

@@ -134,7 +134,9 @@ def sample(p: Tensor, generators: Sequence[torch.Generator], num: int = 1) -> Te
         raise InputError(f"routing sample:{num} asks for more than the {p.shape[1]} experts of the model")
     left, chosen = p.double(), torch.zeros_like(p)
     for _ in range(num):
-        draws = torch.stack([torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators])
+        draws = torch.stack(
+            [torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators]
+        )
         ends = left.cumsum(1)
         # An expert of p = 0 has an empty interval and is never drawn; rounding may lead one past the last.
         drawn = torch.searchsorted(ends, send(draws[:, None], p.device) * ends[:, -1:], right=True)

@@ -70,7 +70,9 @@ class ExpertTask(CaptionedTask):
         sizes = preset(settings.model, input_size=config.input_size)
         is_chosen = settings.model != type(settings)().model
         if is_chosen and any(getattr(config, name) != value for name, value in sizes.items()):
-            raise InputError(f"{init} is of size {size_of(config)}, not {settings.model}: leave --model out with --init")
+            raise InputError(
+                f"{init} is of size {size_of(config)}, not {settings.model}: leave --model out with --init"
+            )
         if (config.in_channels, config.input_size, config.text_dim) != (channels, size, self.text.dim):
             raise InputError(
                 f"{init} was made for latents {[config.in_channels, config.input_size, config.input_size]} and text "
@@ -114,7 +116,14 @@ class ExpertTask(CaptionedTask):
     def _evaluate(self, num: int) -> tuple[float, list[float | None]]:
         network = self.network
         self.evaluated = evaluate_expert(
-            (lambda x, t, *_: network(x, t)) if network_is_blind(network) else network, self.objective, self.view, self.text, self.device, num, self.at_a_time, self.prior
+            (lambda x, t, *_: network(x, t)) if network_is_blind(network) else network,
+            self.objective,
+            self.view,
+            self.text,
+            self.device,
+            num,
+            self.at_a_time,
+            self.prior,
         )
         return self.evaluated.loss, self.evaluated.loss_by_log_snr
 
