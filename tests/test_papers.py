@@ -31,8 +31,7 @@ from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset, size_of
 from atoll.networks.router import Router, RouterConfig
 from atoll.sampling.routing import get_routing
-from atoll.training.settings import ExpertSettings
-from atoll.training.snapshot import write_snapshot
+from atoll.training.snapshot import take_snapshots
 from test_reproduce import _listen
 
 
@@ -243,18 +242,11 @@ def test_a_checkpoint_on_the_way_is_what_training_would_have_ended_with(digits, 
              "--eval-every", "4", "--sample-every", "0", "--warmup", "1"]  # fmt: skip
     for steps in (2, 4):
         main(["train", str(digits), *flags, "--steps", str(steps), "--out", str(tmp_path / f"run_{steps}")])
-    from atoll.training.expert import ExpertTask
-
-    settings = ExpertSettings(model="xs", batch=4, sample_every=0, steps=2)
-    task = ExpertTask(Dataset.open(digits), settings, torch.device("cpu"))
-    write_snapshot(task, tmp_path / "run_4" / "state" / "000000002.safetensors", settings, tmp_path / "early")
-    early, short = (load_file(tmp_path / name / "model.safetensors") for name in ("early", "run_2"))
-    assert all(torch.equal(early[name], short[name]) for name in short)
     main(["assemble", str(tmp_path / "run_4"), "--data", str(digits), "--step", "2", "--out", str(tmp_path / "model")])
-    assembled = load_file(tmp_path / "model" / "expert_0" / "model.safetensors")
-    assert all(torch.equal(assembled[name], short[name]) for name in short)
+    early, short = (load_file(tmp_path / name / "model.safetensors") for name in ("model/expert_0", "run_2"))
+    assert all(torch.equal(early[name], short[name]) for name in short)
     with pytest.raises(InputError, match="there is no checkpoint"):
-        write_snapshot(task, tmp_path / "run_4" / "state" / "000000001.safetensors", settings, tmp_path / "none")
+        take_snapshots([tmp_path / "run_4"], 1, digits, tmp_path / "none")
 
 
 class TestProtocols:

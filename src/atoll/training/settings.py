@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait
     import torch
 
     from atoll.diffusion.objective import Objective
+    from atoll.sampling.settings import Sampling
 
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -246,7 +247,7 @@ def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     return cast(S, settings[cls])
 
 
-def as_flags(settings: Settings, usual: Settings | None = None) -> list[str]:
+def as_flags(settings: "Settings | Sampling", usual: "Settings | Sampling | None" = None) -> list[str]:
     """Returns the settings as they are written on a command line, without those that are as in `usual`."""
     flags = []
     for name, value in asdict(settings).items():
