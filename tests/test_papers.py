@@ -270,6 +270,8 @@ class TestProtocols:
         assert how["12.45"] == (7.5, 50, None)
         assert how["19.75"] == how["15.09"] == (6.0, 75, "paper")
         assert how["11.88"] == (7.5, 50, "paper")
+        # Ours stands beside the paper's: the default, which calibrates DDPM experts and leaves FM ones as they are.
+        assert [row.sampling.conversion for row in study.rows[1:]] == ["paper", None] * 3
         mixed = next(row for row in study.rows if row.hddm == "11.88").model
         kinds = [part.settings.objective for part in mixed.parts[:-1]]
         assert [k for k, kind in enumerate(kinds) if kind == "ddpm"] == [0, 3]

@@ -27,7 +27,7 @@ TIMES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)  # at which FM hands over to DDPM
 COUNTS = (4, 8, 16)
 SHARES = (4, 2)  # of a run: its checkpoints after a quarter and a half are judged too
 PLACES = (0, 3)  # the experts that HDDM trains by DDPM
-PAPER, CALIBRATED = "paper", "calibrated"
+PAPER = "paper"  # conversion; without one, experts that predict noise are calibrated, and those alone
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
         """Returns a row for each conversion of DDPM experts; the paper's figure stands beside its own."""
         return [
             Row(f"{label}, the paper's conversion", model, replace(how, conversion=PAPER), hddm),
-            Row(f"{label}, calibrated", model, replace(how, conversion=CALIBRATED)),
+            Row(f"{label}, calibrated", model, how),
         ]
 
     def table3(pretrained: bool) -> Study:
@@ -412,8 +412,8 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "Conversions of DDPM experts (HDDM, section 3.2, and ours)",
             "The paper's conversion needs hand-tuned safeguards, and calls doing without them open.",
             *(
-                Row(name, lab.ensemble(num, num // 2, pretrained=True), replace(usual, conversion=name))
-                for name in (CALIBRATED, "exact", PAPER, "paper-damped")
+                Row(name or "calibrated", lab.ensemble(num, num // 2, pretrained=True), replace(usual, conversion=name))
+                for name in (None, "exact", PAPER, "paper-damped")
             ),
         ),
         "init": lambda: Study(
