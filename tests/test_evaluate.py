@@ -553,3 +553,18 @@ class TestTable:
         paths = [tmp_path / "a" / "model", tmp_path / "b" / "model"]
         assert [one.name for one in name_contenders(paths, QUICK)] == [str(path) for path in paths]
         assert [one.name for one in name_contenders(paths[:1], QUICK)] == ["model"]
+
+
+def test_held_out_reference_and_correlation(data, model, tmp_path):
+    """The papers' reference is what was held out; and images of the same noise are alike, of other noise less so."""
+    settings = replace(SETTINGS, reference_split="held_out", metrics=("frechet",))
+    evaluation = Evaluation(data, tmp_path, settings, progress=False)
+    assert set(evaluation.reference.rows) <= set(evaluation.view.held_out)
+    assert evaluation.describe()["reference"]["split"] == "held_out"
+    assert not set(evaluation._others[:4]) & set(evaluation.reference.rows)
+    contender = Contender("it", model, QUICK)
+    figures = evaluation.correlate(contender, contender)
+    assert figures["same_noise"]["value"] == pytest.approx(1)
+    assert figures["other_noise"]["value"] < 0.9
+    with pytest.raises(InputError, match="reference split"):
+        replace(SETTINGS, reference_split="all")

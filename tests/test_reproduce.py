@@ -63,20 +63,23 @@ def parts_in(names, lab):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_has_the_same_budget(name, recipe):
     """However many experts, one step of all of them has as many images as one of the monolith."""
-    for row in get_studies([name], lab_of(recipe, 4, seed=7))[name].rows:
+    study = get_studies([name], lab_of(recipe, 4, seed=7))[name]
+    for row in study.rows:
         experts = [part for part in row.model.parts if "router" not in part.folder.name]
         settings = [part.settings for part in experts]
-        assert all(one.steps == 4 and one.seed == 7 for one in settings)
+        steps = {part.settings.steps for part in experts}
+        assert steps == {4} or (name == "flops" and steps <= {1, 2})
+        assert all(one.seed == 7 for one in settings)
         has_router = len(experts) < len(row.model.parts)
         if len({part.cluster for part in experts}) == len(experts) and has_router:
             assert sum(one.batch for one in settings) == 16
-        assert has_router == (len(experts) > 1 and name != "table3")
-        if name in ("table3", "init"):  # experts of one cluster, each with its share
+        assert has_router == (len(experts) > 1 and study.cluster is None)
+        if study.cluster is not None:  # experts of one cluster, each with its share
             assert {one.batch for one in settings} == {4}
 
 
 def test_parts_are_shared(recipe):
-    parts = parts_in(("table1", "table4", "router", "table3"), lab_of(recipe, 4))
+    parts = parts_in(("table1", "table4-scratch", "router", "table3-scratch"), lab_of(recipe, 4))
     # monolith, 4 FM, 2 DDPM, an FM expert on the cosine schedule, two routers
     assert len({part.folder for part in parts}) == len(parts) == 10
 
@@ -123,6 +126,7 @@ def test_the_tables():
     results = {
         "data": {"name": "emoji", "pictures": 3000},
         "seeds": 3,
+        "reference": {"split": "held_out", "pictures": "original images"},
         "recipe": {"plan": {"num_experts": 4, "num": 500}, "expert": {"steps": 10, "batch": 16}},
         "training_flops": {"monolith": 1e12, "router": 1e9},
         "studies": {"table1": study},
@@ -137,14 +141,16 @@ def test_the_tables():
 
 
 def test_first_weights(recipe):
-    """The expert whose weights are another's first ones is trained before it."""
+    """The DiT whose weights are the experts' first ones is one for all seeds, and trained before them."""
     parts = parts_in(["init"], lab_of(recipe, 4))
     names = [part.folder.name for part in parts]
-    assert set(names) == {"kmeans_4_ddpm_1", "kmeans_4_fm_0", "kmeans_4_fm_0_from_ddpm_1"}
-    converted = parts[names.index("kmeans_4_fm_0_from_ddpm_1")]
-    assert converted.init == parts[names.index("kmeans_4_ddpm_1")]
-    assert converted.verb[-2:] == ["--init", "seed_0/parts/kmeans_4_ddpm_1"]
-    assert parts.index(converted.init) < parts.index(converted)
+    own = {f"kmeans_4_{kind}_0{start}" for kind in ("fm", "ddpm") for start in ("", "_from_pretrained")}
+    assert set(names) == {"dit", *own}
+    expert, dit = (parts[names.index(name)] for name in ("kmeans_4_fm_0_from_pretrained", "dit"))
+    assert expert.init == dit == lab_of(recipe, 4, seed=3).pretrained
+    assert (dit.settings.model, dit.settings.objective, dit.settings.schedule) == ("xs:zero:blind", "ddpm", "ddpm")
+    assert expert.verb[-2:] == ["--init", "pretrained/converted"]
+    assert parts.index(dit) < parts.index(expert)
 
 
 class TestPaperScale:
@@ -165,13 +171,13 @@ class TestPaperScale:
             used = {"assemble": kept.get("experts", ()), "evaluate": kept.get("folders", ())[:-1]}.get(verb, ())
             assert {str(path) for path in used} <= made
         trained = [kept for verb, kept in found if verb == "train"]
-        assert {kept["settings"].model for kept in trained} == {"xl/2"}
+        assert {kept["settings"].model for kept in trained} == {"b/2:zero"}
         assert {kept["settings"].batch for kept in trained} == {32, 256}
 
     @pytest.mark.slow
     def test_dry_run(self, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        main(["reproduce", *(name for name in NAMES if name != "experts"), "--recipe", PAPER, "--dry-run"])
+        main(["reproduce", "table1", "table3", "table4-scratch", "--recipe", PAPER, "--dry-run"])
         lines = capsys.readouterr().out.splitlines()
         assert not list(tmp_path.iterdir())
         _, batch, steps, parameters, *_, flops, _ = _line_of("kmeans_8_fm_7 ", lines)
@@ -180,7 +186,8 @@ class TestPaperScale:
         least = 256 * 6 * 606e6 * 32 * 400_000
         assert 0.8 * least < float(flops) < 3 * least
         assert any(line.startswith("model monolith-fm: kmeans_8_fm_all") for line in lines)
-        assert "  threshold 0.1: kmeans-0ddpm-8fm, threshold:0.1, multistep, 50 steps" in lines
+        how = "threshold:0.1, euler, 50 steps, guidance 7.5"
+        assert f"  threshold 0.1: kmeans-0ddpm-8fm-blind, {how}" in lines
 
 
 def _line_of(name, lines):
@@ -242,19 +249,21 @@ def test_no_data(recipe, tmp_path, capsys):
 @pytest.mark.timeout(600)
 def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe.write_text(RECIPE + "[data]\nnum = 120\n")
+    recipe.write_text(RECIPE + '[data]\nnum = 120\nholdout = 0.3\n[pretrain]\ndata = "digits"\nsteps = 4\nnum = 60\n')
     command = ["reproduce", "table3", "table4", "init", "--data", "shapes", "--recipe", str(recipe), "--out", "out"]
     main(command)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert set(results["studies"]) == {"table3", "table4", "init"}
     assert results["data"]["pictures"] == 120
-    begun = json.loads((tmp_path / "out/seed_0/parts/kmeans_2_fm_0_from_ddpm_1/run.json").read_text())
-    assert "kmeans_2_ddpm_1" in json.dumps(begun)
+    begun = json.loads((tmp_path / "out/seed_0/parts/kmeans_2_fm_0_from_pretrained/run.json").read_text())
+    assert begun["init"]["init"]["source"] == "dit.safetensors"
+    assert results["reference"] == {"split": "held_out", "pictures": "original images"}
     rows = {row["name"]: row for row in results["studies"]["table4"]["rows"]}
-    assert list(rows) == ["real images", "2 FM", "1 DDPM, 1 FM"]
+    assert {"real images", "2 FM", "2 DDPM, 0 FM, the paper's conversion", "2 DDPM, 0 FM, calibrated"} <= set(rows)
+    assert rows["2 FM"]["figures"]["training_flops"]["value"] > 0
     assert len(set(rows["2 FM"]["hash"])) == 2  # a model for each seed of training
     assert len(rows["2 FM"]["figures"]["frechet/simple"]["values"]) == 2
-    native, exact = ("DDPM, native", "DDPM to FM, exact")
+    native, exact = ("DDPM, native: ancestral, x0 clipped", "DDPM to FM, exact")
     of = {row["name"]: row["figures"]["frechet/simple"]["value"] for row in results["studies"]["table3"]["rows"][1:]}
     assert of[native] != of[exact]
     text = (tmp_path / "out" / "results.md").read_text()

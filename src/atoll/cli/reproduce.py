@@ -13,6 +13,8 @@ def reproduce(
     data: str | None = None,
     recipe: str = "reproduce",
     seeds: int | None = None,
+    pretrain: str | None = None,
+    originals: str | None = None,
     dry_run: bool = False,
     engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     out: Path = Path("reproduced"),
@@ -23,21 +25,26 @@ def reproduce(
     more seeds or other comparisons it does only what is missing.
 
     For example:
-      atoll reproduce table1 table3 table4 --data fashion-mnist --out fashion
-      atoll reproduce clusters --data data --seeds 1
+      atoll reproduce table4 table4-scratch --data fashion-mnist --pretrain mnist --out fashion
+      atoll reproduce clusters --data data --originals photos/ --seeds 1
       atoll reproduce table1 --data data --recipe my.toml --out mine
-      atoll reproduce table1 --recipe reproduce_paper --dry-run
+      atoll reproduce table4 --recipe reproduce_paper --dry-run
 
     Args:
-        what: table1 (monolith and routing policies), table3 (objectives, converted and combined), table4 (homogeneous
-            and heterogeneous), threshold, clusters (k-means and random), experts (how many), conversion, init (first
-            weights), router (with and without the text).
+        what: table1 (monolith and routing policies), table2 (compute), table3 (objectives, converted and combined),
+            table4 (homogeneous and heterogeneous), both also as table3-scratch and table4-scratch without first
+            weights; threshold (in time), init, adaln, conversion, router (with and without the text); clusters
+            (k-means and random), experts (how many), flops (checkpoints on the way), correlation (same seeds), student.
         data: What `atoll prepare` has made, which is copied, not changed; or the name of a set, which is fetched:
             fashion-mnist, mnist, cifar-10, emoji, or a built-in one: avatars, shapes, digits.
         recipe: One that comes with atoll or a TOML file, with the settings of training and, in [study], how large the
-            comparisons are; reproduce_paper is at the papers' scale.
+            comparisons are; reproduce_paper, reproduce_paper_table1 and reproduce_ddm have the papers' own settings.
         seeds: Of training, in place of the recipe's.
-        dry_run: Print the parts, models and rows of the plan with the FLOPs and memory they need, and do nothing else.
+        pretrain: The set that the DiT is trained on from which experts start, by name, in place of the recipe's; or a
+            published DiT's file, which is then converted.
+        originals: What a prepared folder was made of, to compare with the images themselves, as the papers do.
+        dry_run: Print the parts, models and rows of the plan with their FLOPs, memory and time, and every command it
+            stands for, and do nothing else.
         engine: Where parts are trained and models are measured.
         out: The folder for all that is made, results.json, results.md and images of each comparison.
     """
@@ -52,6 +59,10 @@ def reproduce(
     content = Recipe.read(recipe)
     if seeds is not None:
         content = replace(content, plan=replace(content.plan, seeds=seeds))
+    if pretrain is not None:
+        is_file = Path(pretrain).is_file()
+        first = replace(content.pretrain, checkpoint=pretrain) if is_file else replace(content.pretrain, data=pretrain)
+        content = replace(content, pretrain=first)
     if dry_run:
         from atoll.experiments.dry_run import describe_plan
 
@@ -59,6 +70,6 @@ def reproduce(
         return
     if data is None:
         raise InputError("there is no data to work with: give --data, a prepared folder or a set such as fashion-mnist")
-    repeat(what, data, out, content, engine.open(content.expert.device))
+    repeat(what, data, out, content, engine.open(content.expert.device), originals=originals)
     print((out / "results.md").read_text(encoding="utf-8"))
     print(f"{out / 'results.md'}: this, with pictures beside it")

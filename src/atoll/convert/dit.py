@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from atoll.convert.ledger import Converted, Ledger, Options, start, take_positions
 from atoll.convert.modulation import NUM_TIMES, TimeMLP, fit_linear, fit_single
-from atoll.convert.tables import DIT, Format
+from atoll.convert.tables import DIT, Format, expand
 from atoll.diffusion.objective import Objective
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import InputError, shown
@@ -58,6 +58,23 @@ def convert_dit(source: Source, options: Options, format: Format) -> Converted:
         notes.append(f"{ledger.out_channels} output channels became {config.in_channels}: no learned sigma")
     license = SIT_LICENSE if backwards else DIT_LICENSE
     return Converted(ledger.build(DiT, config, options.seed), ledger, name, license, objective, notes, residual, label)
+
+
+def dit_weights(network: DiT) -> dict[str, Tensor]:
+    """Returns the weights of a network with AdaLN-Zero and no text under DiT's own keys, its one class being zero.
+
+    So a network that was pretrained here becomes first weights by the same way as a published one.
+    """
+    config, ours, weights = network.config, network.state_dict(), {}
+    assert (config.adaln, config.text_dim) == ("block", None)
+    patch = (config.in_channels, config.patch_size, config.patch_size)
+    for target, (key,) in expand(DIT.table, config.depth):
+        if target.endswith(".classes"):
+            weights[key] = torch.zeros(1, config.hidden_size)
+        else:
+            weights[key] = ours[re.sub(r"^blocks\.\d+\.(?=time_embed)", "", target)]
+    weights["x_embedder.proj.weight"] = weights["x_embedder.proj.weight"].unflatten(1, patch)
+    return {**weights, "pos_embed": ours["positions"][None]}
 
 
 def _kind(source: Source, options: Options) -> str:

@@ -127,6 +127,13 @@ class DatasetView:
         return self._moments[1]
 
     @cached_property
+    def bound(self) -> Tensor:
+        """Returns the largest absolute value in each channel of what is trained on: [C, 1, 1]."""
+        rows = self.training_rows(MOST_FOR_MOMENTS)
+        parts = (rows[first : first + AT_A_TIME] for first in range(0, len(rows), AT_A_TIME))
+        return torch.stack([self.latents(part).abs().amax((0, 2, 3)) for part in parts]).amax(0)[:, None, None]
+
+    @cached_property
     def _moments(self) -> tuple[Tensor, float]:
         total, square = torch.zeros(self.shape, dtype=torch.float64), 0.0
         rows = self.training_rows(MOST_FOR_MOMENTS)

@@ -178,6 +178,20 @@ class DDPMTable(Schedule):
         return (start.take(step) + within * (position - step)).clamp(max=0), within * (self.num_steps - 1)
 
 
+@dataclass(frozen=True)
+class CosineTable(DDPMTable):
+    """Nichol and Dhariwal's 1000 betas, none above 0.999: the cosine of DDPM samplers, whose last alpha is not 0."""
+
+    beta_start: float = 0.0
+    beta_end: float = 0.999
+
+    @cached_property
+    def betas(self) -> Tensor:
+        t = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
+        alpha2 = torch.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+        return (1 - alpha2[1:] / alpha2[:-1]).clamp(max=self.beta_end)
+
+
 @lru_cache
 def _table(schedule: DDPMTable, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """log alpha^2 where each step starts, and its rate within the step."""
@@ -193,6 +207,7 @@ SCHEDULES: dict[str, Schedule] = {
     "cosine": Cosine(),
     "ddpm": DDPMTable(1e-4, 2e-2),  # DiT, and DDPM itself
     "ddpm-scaled": DDPMTable(0.00085, 0.012, power=2),  # Stable Diffusion
+    "ddpm-cosine": CosineTable(),
 }
 
 

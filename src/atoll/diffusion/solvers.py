@@ -198,6 +198,25 @@ def ddim(
     return x
 
 
+def table_times(num_steps: int, num_train: int = 1000) -> Tensor:
+    """Returns so many steps of a table as times, the last of them first ("trailing"), and then 0 for clean data.
+
+    Step 0 itself, which still has noise, is a ten-thousandth of a step later, to be another time than clean data's.
+    """
+    steps = torch.arange(num_train, 0, -num_train / num_steps, dtype=torch.float64)[:num_steps].round() - 1
+    return torch.cat([steps.clamp_min(1e-4) / (num_train - 1), torch.zeros(1, dtype=torch.float64)])
+
+
+def bounded_x0(x0: Tensor, bound: Tensor, dynamic: bool = False, ratio: float = 0.995) -> Tensor:
+    """Returns x0 clipped to the bound, or with dynamic thresholding (Saharia et al. 2022): where its quantile of that
+    ratio lies beyond, clipped to the quantile and then shrunk to the bound."""
+    relative = x0 / bound
+    if not dynamic:
+        return relative.clamp(-1, 1) * bound
+    most = relative.abs().flatten(1).quantile(ratio, 1).clamp_min(1).view(-1, *[1] * (x0.dim() - 1))
+    return torch.maximum(-most, torch.minimum(most, relative)) / most * bound
+
+
 # ------------------------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ class Conversion(StrEnum):
     EXACT = "exact"  # transfer by signal-to-noise ratio, nothing else
     CALIBRATED = "calibrated"  # exact, then the measured shrinkage of x0 towards the cluster's mean
     PAPER = "paper"  # Eq. 5-8 at the canonical (x, t), with the paper's safeguards
+    PAPER_DAMPED = "paper-damped"  # the same, with a reading of the paper's damping under which it acts
 
     @classmethod
     def _missing_(cls, value: object) -> "Conversion":
@@ -97,15 +98,17 @@ def products(x0: Tensor, x0_hat: Tensor, centre: Tensor) -> tuple[Tensor, Tensor
 class Safeguards:
     """The paper's three (section 3.2), and which of its two velocities they guard.
 
-    The paper gives no formula for its damping at t > 0.85, "where schedule derivatives become large". Read here
-    as: past that time, no derivative may exceed the linear path's. Eq. 8 has the linear path's own derivatives,
-    so damping acts on Eq. 7 alone.
+    The paper gives no formula for its damping "at elevated noise levels where schedule derivatives become large", and
+    t > 0.85 is second-hand. Read here as: past that time, no derivative may exceed the linear path's. Eq. 8 has the
+    linear path's own derivatives, so that damping acts on Eq. 7 alone. With `damped` the velocity as a whole is divided
+    by the steepest derivative of the expert's own schedule there, pi/2 for cosine, which acts on both.
     """
 
     clamp: float = 20.0  # |x0| at most this
     alpha_floor: float = 0.01  # alpha in Eq. 5 at least this
     damping_start: float = 0.85
     equation: int = 8  # 7: derivatives of the expert's schedule; 8: of the linear path
+    damped: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Transfer:
         needs_it = self.prediction is Prediction.EPS and self.calibration is not None
         default = Conversion.CALIBRATED if needs_it else Conversion.EXACT
         object.__setattr__(self, "conversion", Conversion(self.conversion or default))
+        if self.conversion is Conversion.PAPER_DAMPED:
+            object.__setattr__(self, "safeguards", replace(self.safeguards, damped=True))
         if self.conversion is Conversion.CALIBRATED and self.calibration is None:
             raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")
 
@@ -143,7 +148,7 @@ class Transfer:
         if self._is_canonical:
             check_times(t)
             return predict(x, t)
-        if self.conversion is Conversion.PAPER:
+        if self.conversion in (Conversion.PAPER, Conversion.PAPER_DAMPED):
             return self._paper(predict, x, _time_for(x, t))
         x0, eps = self.estimate(predict, x, t, prior_mean)
         return eps - x0
@@ -196,7 +201,8 @@ class Transfer:
         x0 = x0.clamp(-guard.clamp, guard.clamp)
         path = self.schedule if guard.equation == 7 else LINEAR
         _, _, d_alpha, d_sigma = path(path.inside(t))
-        steepest = torch.maximum(d_alpha.abs(), d_sigma.abs()).clamp_min(1)
+        own = self.schedule(self.schedule.inside(t)) if guard.damped else path(path.inside(t))
+        steepest = torch.maximum(own.d_alpha.abs(), own.d_sigma.abs()).clamp_min(1)
         scale = torch.where(t > guard.damping_start, 1 / steepest, torch.ones_like(steepest))
         return broadcast(d_alpha * scale, x) * x0 + broadcast(d_sigma * scale, x) * eps
 

@@ -45,7 +45,12 @@ class Part(NamedTuple):
 
     @property
     def init_folder(self) -> Path | None:
-        return self.init.folder if isinstance(self.init, Part) else self.init
+        return self.init.first_weights if isinstance(self.init, Part) else self.init
+
+    @property
+    def first_weights(self) -> Path:
+        """Returns the folder that parts which start from this one are given."""
+        return self.folder
 
     @property
     def verb(self) -> list[str]:

@@ -28,11 +28,12 @@ from atoll.encoders.codecs import load_codec
 from atoll.engines.engine import Engine
 from atoll.errors import InputError, plural
 from atoll.experiments.images import Images, RealImages, SampledImages
-from atoll.experiments.measure import Figures, MetricSuite, figure
+from atoll.experiments.measure import Figures, MetricSuite, figure, mean_of
+from atoll.experiments.originals import Originals
 from atoll.experiments.sanity import CHECKED, LEAST, doubt_density, doubt_features, tells
 from atoll.experiments.settings import METRICS, MOST_IMAGES, MetricSettings
 from atoll.experiments.tables import FLOPS, draw_metrics, over_seeds, render_table
-from atoll.metrics.diversity import find_weights
+from atoll.metrics.diversity import make_distance
 from atoll.metrics.frechet import least_for_infinity
 from atoll.metrics.labels import why_unreadable
 from atoll.plots.canvas import save_image
@@ -122,8 +123,18 @@ class Evaluation:
         self.prompts, self._labels = (self.view.data.strings(column, self._rows) for column in ("caption", "label"))
         self._shuffled = np.random.default_rng(1).permutation(self.view.train)
         held_out = np.random.default_rng(0).permutation(self.view.held_out)
-        self._others = np.concatenate([held_out, self._shuffled[settings.num_reference :]])  # not in the reference
-        self.reference = self.real_images(self._shuffled[: settings.num_reference])
+        first, second = self._shuffled, held_out
+        if settings.reference_split == "held_out":
+            first, second = held_out, self._shuffled
+            if len(held_out) < 2:
+                raise InputError(f"{self.view.name} holds nothing out to compare with: use --reference-split train")
+        self._others = np.concatenate([second, first[settings.num_reference :]])  # not in the reference
+        rows, self._originals = first[: settings.num_reference], None
+        if settings.originals is not None:
+            needed = np.concatenate([rows, self._others[: settings.num], self._shuffled[: min(CHECKED, settings.num)],
+                                     self._rows[:ON_A_SHEET]])  # fmt: skip
+            self._originals = Originals(settings.originals, self.view, needed, out / "originals", progress)
+        self.reference = self.real_images(rows)
         self.left_out = self._find_reasons()
         self.metrics = [name for name in settings.metrics or METRICS if name not in self.left_out]
         self.suite = MetricSuite(settings, self.metrics, self.reference, out, progress)
@@ -150,7 +161,7 @@ class Evaluation:
         except InputError:
             reasons["accuracy"] = "the captions are not those of avatars, which alone can be read back from images"
         try:
-            find_weights()
+            make_distance(settings.distance)
         except InputError as error:
             reasons["diversity"] = str(error)
         if why := why_unreadable(self.reference.labels):
@@ -184,7 +195,9 @@ class Evaluation:
     def describe(self) -> dict[str, Any]:
         """Returns what results.json says beside the models."""
         card = self.view.data.card
-        settings = {key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip")}
+        settings = {
+            key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip", "originals")
+        }
         return {
             "data": {
                 "name": card.source.name,
@@ -194,7 +207,11 @@ class Evaluation:
                 "license": card.license,
             },
             "prompts": {"split": self.split, "num": len(self.prompts), "hash": hash_of(self.prompts)},
-            "reference": {"split": "train", "num": len(self.reference.rows), "pictures": "decoded from latents"},
+            "reference": {
+                "split": self.settings.reference_split,
+                "num": len(self.reference.rows),
+                "pictures": "decoded from latents" if self._originals is None else "originals",
+            },
             "settings": {**settings, "metrics": self.metrics},
             "networks": self.suite.describe(),
             "left_out": self.left_out,
@@ -207,7 +224,7 @@ class Evaluation:
         captions, labels = (self.view.data.strings(column, rows) for column in ("caption", "label"))
         return RealImages(
             name=REAL, captions=captions, labels=labels, view=self.view, codec=self.codec, rows=rows,
-            as_quilts=as_quilts,
+            as_quilts=as_quilts, originals=self._originals,
         )  # fmt: skip
 
     def first_real_images(self) -> Images:
@@ -300,6 +317,23 @@ class Evaluation:
         spans = islice(images.spans(), math.ceil(ON_A_SHEET / images.size))
         return np.concatenate([images.read(span) for span in spans])[:ON_A_SHEET]
 
+    def correlate(self, contender: Contender, other: Contender) -> Figures:
+        """Returns how alike two models' images of the same prompts are, of the same noise and of other noise (DDM's
+        Fig. 5): the correlation of pixels less the mean image, on average over prompts."""
+        mine = self._pixels_of(contender, 0)
+        figures: Figures = {}
+        for kind, seed in (("same_noise", 0), ("other_noise", 1)):
+            theirs = self._pixels_of(other, seed)
+            lengths = np.linalg.norm(mine, axis=1) * np.linalg.norm(theirs, axis=1)
+            figures |= figure(kind, *mean_of(((mine * theirs).sum(1) / np.maximum(lengths, 1e-9)).tolist()))
+        return figures
+
+    def _pixels_of(self, contender: Contender, seed: int) -> NDArray[np.float64]:
+        """Returns a model's images of all prompts as vectors, less their mean."""
+        pixels = self._usual_images(contender, self.open(contender), seed).load(self.progress)
+        vectors = pixels.reshape(len(pixels), -1).astype(np.float64)
+        return vectors - vectors.mean(0)
+
     def open(self, contender: Contender) -> AtollPipeline:
         pipe = AtollPipeline.from_pretrained(
             contender.model, device=self.suite.device, conversion=contender.sampling.conversion
@@ -332,6 +366,7 @@ class Evaluation:
         return SampledImages(
             name=contender.name, captions=captions, labels=labels, size=sampling.batch, pipe=pipe, sampling=sampling,
             first_seed=first_seed, clusters=clusters, folder=self.out / "pictures",
+            bound=self.view.bound if sampling.solver.endswith((":clip", ":dynamic")) else None,
         )  # fmt: skip
 
     def _usual_images(self, contender: Contender, pipe: AtollPipeline, seed: int) -> SampledImages:

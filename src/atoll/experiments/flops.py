@@ -1,9 +1,12 @@
 """FLOPs of training and sampling, counted by torch: multiplications and additions of matrix products."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from atoll.data.shards import Dataset
+from atoll.engines.train_all import Part
+from atoll.experiments.graph import ModelNode
+from atoll.experiments.tables import PARAMETERS, TRAINING_FLOPS
+from atoll.networks.stored import WEIGHTS
+from atoll.tensors import TensorFile
 from atoll.training.expert import ExpertTask
 from atoll.training.router import RouterTask
-from atoll.training.settings import ExpertSettings, RouterSettings
+from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings
 from atoll.training.task import Task
 
 
@@ -24,9 +32,27 @@ def counting() -> Iterator[Callable[[], int]]:
         yield counter.get_total_flops
 
 
+def training_figures(model: ModelNode) -> dict[str, dict[str, Any]]:
+    """Returns the FLOPs that all parts of a model took to train, and how many parameters its experts have."""
+    flops = sum(training_flops(replace(p.settings, seed=0), p.data, p.cluster) for p in model.parts)
+    experts = [part for part in model.parts if not isinstance(part.settings, RouterSettings)]
+    values = {TRAINING_FLOPS: flops, PARAMETERS: float(max(map(_num_parameters, experts)))}
+    return {key: {"value": value, "error": None, "error_from": None} for key, value in values.items()}
+
+
+def _num_parameters(part: Part) -> int:
+    with TensorFile(part.folder / WEIGHTS, "train it again") as file:
+        return sum(math.prod(entry.shape) for entry in file.entries.values())
+
+
 @cache
-def training_flops(settings: ExpertSettings | RouterSettings, data: Path, cluster: int | None = None) -> float:
-    """Returns the FLOPs of a training: those of one step, the loss of a batch and its gradient, times the steps."""
+def training_flops(
+    settings: ExpertSettings | RouterSettings | DistillSettings, data: Path, cluster: int | None = None
+) -> float:
+    """Returns the FLOPs of a training: those of one step, the loss of a batch and its gradient, times the steps.
+
+    Those of a student's teacher are not among them.
+    """
     dataset, cpu = Dataset.open(data, cluster), torch.device("cpu")
     task: Task
     if isinstance(settings, RouterSettings):

@@ -9,13 +9,55 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.cards import INDEX
+import torch
+from safetensors.torch import save_file
+
+from atoll.cards import CONFIG, INDEX, DatasetCard
+from atoll.convert import Options, convert, save
+from atoll.convert.dit import dit_weights
 from atoll.engines.engine import Engine
 from atoll.engines.train_all import Part
 from atoll.errors import InputError
+from atoll.networks.dit import DiT
 from atoll.sampling.assemble import assemble
-from atoll.storage import read_json, work_folder, write_json
+from atoll.storage import read_json, work_folder, write_json, write_whole
+from atoll.training.checkpoint import path_of
 from atoll.training.settings import RouterSettings
+from atoll.training.snapshot import write_snapshot
+
+
+class PretrainedPart(Part):
+    """A DDPM DiT of other data: AdaLN-Zero and no text, from which experts start as from a published DiT (Eq. 19)."""
+
+    @property
+    def first_weights(self) -> Path:
+        return self.folder.with_name("converted")
+
+    def convert(self) -> None:
+        """Writes it under DiT's keys, and converts that file as any other."""
+        if (self.first_weights / CONFIG).exists():
+            return
+        network = DiT.from_pretrained(self.folder)
+        file = self.folder.with_name("dit.safetensors")
+        write_whole(file, lambda staged: save_file(dit_weights(network), staged))
+        convert_dit_file(file, self.first_weights, self.data, license=str(network.card.get("license", "unknown")),
+                         kind="dit", label=0, num_heads=network.config.num_heads)  # fmt: skip
+
+
+def convert_dit_file(file: Path, out: Path, data: Path, **options: Any) -> None:
+    """Makes first weights for experts of a data set of a DiT's file."""
+    card = DatasetCard.read(data)
+    save(convert(file, Options(text_dim=card.text.dim, input_size=card.latent_shape[1], **options)), out)
+
+
+class PartOnTheWay(Part):
+    """An expert as it was after `settings.steps` of a longer run, which is its `init`."""
+
+    def make(self) -> None:
+        if not (self.folder / CONFIG).exists():
+            assert isinstance(self.init, Part)
+            task = self.init.make_task(torch.device("cpu"))
+            write_snapshot(task, path_of(self.init.folder / "state", self.settings.steps), self.settings, self.folder)
 
 
 class ModelNode(NamedTuple):
@@ -45,20 +87,47 @@ def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def parts_of(models: Iterable[ModelNode]) -> list[Part]:
-    """Returns all parts, each once, also those whose weights others start from."""
-    parts = [part for model in models for part in model.parts]
-    return list(dict.fromkeys([*(part.init for part in parts if isinstance(part.init, Part)), *parts]))
+    """Returns all parts, each once and after those whose weights it starts from."""
+
+    def with_init(part: Part) -> Iterator[Part]:
+        if isinstance(part.init, Part):
+            yield from with_init(part.init)
+        yield part
+
+    return list(dict.fromkeys(one for model in models for part in model.parts for one in with_init(part)))
 
 
 def train(models: Sequence[ModelNode], engine: Engine, progress: bool = True) -> None:
-    """Trains all parts that are not complete, those that start from another's weights after the others."""
+    """Trains all parts that are not complete: each after what it starts from, students after their teachers."""
+    parts = parts_of(models)
     # The longest first, so that no core idles long at the end.
     ordered = sorted(
-        parts_of(models), key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch)
+        parts, key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch)
     )
-    for later in (False, True):
-        jobs = [part.job() for part in ordered if (part.init is not None) == later]
-        engine.run(jobs, progress)
+    jobs = [part for part in ordered if not isinstance(part, PartOnTheWay)]
+    for stage in range(1 + max((stage_of(part) for part in jobs), default=0)):
+        if stage == STUDENTS:
+            _take_snapshots(parts)
+            assemble_all([model for model in models if all(stage_of(part) < STUDENTS for part in model.parts)])
+        engine.run([part.job() for part in jobs if stage_of(part) == stage], progress)
+        for part in jobs:
+            if isinstance(part, PretrainedPart):
+                part.convert()
+    _take_snapshots(parts)
+
+
+def _take_snapshots(parts: Iterable[Part]) -> None:
+    for part in parts:
+        if isinstance(part, PartOnTheWay):
+            part.make()
+
+
+STUDENTS = 2
+
+
+def stage_of(part: Part) -> int:
+    """Returns after how many others it is trained: what starts from weights after these, students after all."""
+    return STUDENTS if part.teacher is not None else int(part.init is not None)
 
 
 def assemble_all(models: Sequence[ModelNode]) -> None:

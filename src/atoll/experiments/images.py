@@ -19,6 +19,7 @@ from atoll.encoders.codec import Codec, to_uint8
 from atoll.errors import InputError
 from atoll.experiments.cache import cached
 from atoll.experiments.flops import counting
+from atoll.experiments.originals import Originals
 from atoll.experiments.sanity import quilts_of
 from atoll.networks.expert import Expert
 from atoll.sampling.ensemble import SAMPLERS, generate, generate_native
@@ -73,20 +74,26 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RealImages(ImageSet):
-    """Images of a data set as their latents give them: what the codec loses is not held against a model."""
+    """Images of a data set as their latents give them, so that what the codec loses is not held against a model, or as
+    they were before."""
 
     view: DatasetView
     codec: Codec
     rows: NDArray[np.int64]
     as_quilts: bool = False
+    originals: Originals | None = None
 
     def about(self, span: slice) -> dict[str, Any]:
         data, codec = self.view.fingerprint, self.view.data.card.codec.images
-        return {"data": data, "codec": codec, "rows": self.rows[span].tolist(), "as_quilts": self.as_quilts}
+        about = {"data": data, "codec": codec, "rows": self.rows[span].tolist(), "as_quilts": self.as_quilts}
+        return about if self.originals is None else about | {"originals": True}
 
     def read(self, span: slice) -> Images:
         self.view.latents(self.rows[span])  # refuses damaged ones
-        images = decode_rows(self.view.data, self.rows[span], self.codec, side=2**20)
+        if self.originals is None:
+            images = decode_rows(self.view.data, self.rows[span], self.codec, side=2**20)
+        else:
+            images = self.originals.read(self.rows[span])
         return quilts_of(images) if self.as_quilts else images
 
 
@@ -99,6 +106,7 @@ class SampledImages(ImageSet):
     first_seed: int
     folder: Path  # in which they are kept
     clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to, for oracle routing
+    bound: Tensor | None = None  # [C, 1, 1], the largest latents, for native samplers that clip x0
 
     def about(self, span: slice) -> dict[str, Any]:
         return {
@@ -109,6 +117,7 @@ class SampledImages(ImageSet):
             "first_seed": self.first_seed + span.start,
             "device": self.pipe.device.type,
             "clusters": None if self.clusters is None else self.clusters[span].tolist(),
+            **({} if self.bound is None else {"bound": self.bound.flatten().tolist()}),
         }
 
     def read(self, span: slice) -> Images:
@@ -126,8 +135,8 @@ class SampledImages(ImageSet):
         seeds = [self.first_seed + i for i in range(span.start, span.stop)]
         prompts = Prompts.encode(self.pipe.text_encoder, self.captions[span])
         times, guidance = uniform_times(how.steps), how.guidance
-        if how.solver in SAMPLERS:
-            return generate_native(self._expert, prompts, seeds, how.solver, times, guidance)
+        if how.solver.partition(":")[0] in SAMPLERS:
+            return generate_native(self._expert, prompts, seeds, how.solver, times, guidance, self.bound)
         labels = None if self.clusters is None else torch.from_numpy(self.clusters[span])
         return generate(
             self.pipe.ensemble, prompts, seeds, solver=how.solver, times=times, routing=get_routing(how.routing),

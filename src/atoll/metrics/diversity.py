@@ -1,12 +1,13 @@
-"""How much images differ as people see it: mean distances over pairs, by shift-tolerant LPIPS.
+"""How much images differ as people see it: mean distances over pairs, by LPIPS, shift-tolerant or the original.
 
-Ghildyal and Liu 2022; the weights are those of the package `stlpips-pytorch` (BSD-2), whose code is not imported: it
-asks for torchvision, IPython and torchsummary. The distance of two images is a weighted sum of squared differences
-of features, so its mean over all pairs of N images needs each image once, and no pair at all.
+LPIPS is Zhang et al. 2018, from the user's own files. The shift-tolerant one is Ghildyal and Liu 2022; its weights are
+those of the package `stlpips-pytorch` (BSD-2), whose code is not imported: it asks for torchvision, IPython and
+torchsummary. The distance of two images is a weighted sum of squared differences of features, so its mean over all
+pairs of N images needs each image once, and no pair at all.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from atoll.encoders.codec import check_images
 from atoll.encoders.features import resize
 from atoll.encoders.pretrained import Frozen, installed_files
+from atoll.errors import InputError, unknown
 from atoll.networks.published import read_weights
+from atoll.storage import reason_of
 
 PACKAGE, WEIGHTS = "stlpips-pytorch", "alex_shift_tolerant.pth"
 FIRST_LAYERS = (0, 3, 7, 11, 13)  # of each stage, as the package counts
@@ -33,22 +36,26 @@ class Distance(Frozen):
     """AlexNet with blurs in place of strides, and a weight for each channel of its five stages."""
 
     spec = "stlpips-alex"
+    smallest = SMALLEST
 
     def __init__(self) -> None:
         super().__init__()
+        stages = self.make_stages()
+        self.stages = nn.ModuleList(nn.Sequential(*layers) for layers in stages)
+        self.channel_weights = nn.ParameterList([torch.zeros(channels) for channels in (64, 192, 384, 256, 256)])
+        self.register_buffer("shift", torch.tensor(SHIFT).reshape(3, 1, 1))
+        self.register_buffer("scale", torch.tensor(SCALE).reshape(3, 1, 1))
+        self.requires_grad_(False)
+
+    def make_stages(self) -> Sequence[Sequence[nn.Module]]:
         pool, relu = nn.MaxPool2d(3, 1), nn.ReLU()
-        stages = [
+        return [
             (nn.Conv2d(3, 64, 11, padding=2), blur(64), relu),
             (pool, blur(64), nn.Conv2d(64, 192, 5, padding=2), relu),
             (pool, blur(192), nn.Conv2d(192, 384, 3, padding=1), relu),
             (nn.Conv2d(384, 256, 3, padding=1), relu),
             (nn.Conv2d(256, 256, 3, padding=1), relu),
         ]
-        self.stages = nn.ModuleList(nn.Sequential(*layers) for layers in stages)
-        self.channel_weights = nn.ParameterList([torch.zeros(channels) for channels in (64, 192, 384, 256, 256)])
-        self.register_buffer("shift", torch.tensor(SHIFT).reshape(3, 1, 1))
-        self.register_buffer("scale", torch.tensor(SCALE).reshape(3, 1, 1))
-        self.requires_grad_(False)
 
     @classmethod
     def pretrained(cls) -> "Distance":
@@ -60,7 +67,7 @@ class Distance(Frozen):
     @torch.no_grad()
     def embed(self, images: Tensor) -> list[Tensor]:
         """Returns images [B, 3, S, S] in [-1, 1] as unit vectors at each place of each stage: [B, C, h, w] each."""
-        x = resize(check_images(images), max(images.shape[2], SMALLEST)).to(self.get_buffer("shift").device)
+        x = resize(check_images(images), max(images.shape[2], self.smallest)).to(self.get_buffer("shift").device)
         x = (x - self.get_buffer("shift")) / self.get_buffer("scale")
         maps = []
         for stage in self.stages:
@@ -86,7 +93,7 @@ class Distance(Frozen):
         return float(torch.stack([(x.mean((1, 2)) * w.double()).sum() for x, w in pairs]).sum())
 
     def sizes(self) -> dict[str, Any]:
-        return {"transform": f"at least {SMALLEST} pixels wide, LPIPS's mean and deviation"}
+        return {"transform": f"at least {self.smallest} pixels wide, LPIPS's mean and deviation"}
 
     def weights(self) -> dict[str, Tensor]:
         """Returns them by the names that the fingerprint has always had."""
@@ -94,7 +101,52 @@ class Distance(Frozen):
         return {name.replace(".1.weight", ".1.filt"): value for name, value in state.items()}
 
     def settings(self) -> dict[str, Any]:
-        return {"distance": self.spec, "smallest": SMALLEST}
+        return {"distance": self.spec, "smallest": self.smallest}
+
+
+class LPIPS(Distance):
+    """LPIPS 0.1 itself: the plain AlexNet."""
+
+    spec = "lpips-alex"
+    smallest = 32  # of AlexNet, which has nothing left of less
+
+    def make_stages(self) -> Sequence[Sequence[nn.Module]]:
+        pool, relu = nn.MaxPool2d(3, 2), nn.ReLU()
+        return [
+            (nn.Conv2d(3, 64, 11, 4, padding=2), relu),
+            (pool, nn.Conv2d(64, 192, 5, padding=2), relu),
+            (pool, nn.Conv2d(192, 384, 3, padding=1), relu),
+            (nn.Conv2d(384, 256, 3, padding=1), relu),
+            (nn.Conv2d(256, 256, 3, padding=1), relu),
+        ]
+
+    @classmethod
+    def open(cls, backbone: Path, heads: Path | None = None) -> "LPIPS":
+        """Opens it with torchvision's AlexNet and the channel weights of `lpips`, by default torchmetrics' copy."""
+        heads = heads or installed_files("torchmetrics", "dev", ["alex.pth"])[0]
+        model, named = cls(), {}
+        for stage, (number, place) in enumerate(zip((0, 3, 6, 8, 10), (0, 1, 1, 0, 0), strict=True)):
+            for kind in ("weight", "bias"):
+                named[f"stages.{stage}.{place}.{kind}"] = f"features.{number}.{kind}"
+        convolutions, channels = read_weights(backbone), read_weights(heads)
+        try:
+            state = {ours: convolutions[theirs] for ours, theirs in named.items()}
+            state |= {f"channel_weights.{i}": channels[f"lin{i}.model.1.weight"].flatten() for i in range(5)}
+            model.load_state_dict({**model.state_dict(), **state})
+        except (KeyError, RuntimeError) as error:
+            wanted = "torchvision's alexnet-owt-7be5be79.pth and the alex.pth of lpips 0.1"
+            raise InputError(f"{backbone} and {heads} are not {wanted} ({reason_of(error)})") from error
+        return model.eval()
+
+
+def make_distance(spec: str) -> Distance:
+    """Returns what `stlpips` or `lpips:BACKBONE[,HEADS]` stand for."""
+    kind, _, files = spec.partition(":")
+    if spec == "stlpips":
+        return Distance.pretrained()
+    if kind == "lpips" and files and len(paths := files.split(",")) <= 2:
+        return LPIPS.open(*map(Path, paths))
+    raise unknown("distance", spec, ("stlpips", "lpips:BACKBONE[,HEADS]"))
 
 
 def find_weights() -> Path:

@@ -5,6 +5,14 @@ from typing import Any
 
 from atoll.errors import InputError, unknown
 
+OPTIONS: dict[str, dict[str, Any]] = {  # what may follow a size after a colon
+    "local": {"local": True},  # convolutions between neighbouring tokens
+    "zero": {"adaln": "block"},  # AdaLN-Zero: a map of the time for each block, as DiT has it
+    "norm": {"cross_attention_norm": True},  # the LN of Eq. 17
+    "blind": {"text_dim": None},  # no text, and no cross-attention
+    "mlp": {"head": "mlp"},  # of a router
+}
+
 SIZES: dict[str, dict[str, Any]] = {
     "xs": {"hidden_size": 64, "depth": 2, "num_heads": 2},  # 0.2M, for tests
     "mini": {"hidden_size": 128, "depth": 6, "num_heads": 4},  # 1.9M, for a laptop
@@ -20,9 +28,12 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
     """Returns the arguments of a config by a size's name and a patch: DiTConfig(**preset("b/2", text_dim=512)).
 
     "128x6/2" is 128 wide and 6 blocks deep. Without a patch, it is 2, or 1 if input_size is among the changes and at
-    most 16. ":local" after it adds convolutions between neighbouring tokens.
+    most 16. OPTIONS may follow, as in "b/2:zero".
     """
-    plain = name.lower().removesuffix(":local")
+    plain, *options = name.lower().split(":")
+    for option in options:
+        if option not in OPTIONS or (option == "mlp" and "num_experts" not in changes):
+            raise unknown("option of a model", option, [known for known in OPTIONS if known != "mlp"])
     size, _, patch = plain.partition("/")
     if size in SIZES:
         config = dict(SIZES[size])
@@ -31,10 +42,15 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
         heads = next((n for n in (width // 64, width // 32, 1) if n and width % n == 0), 1)
         config = {"hidden_size": width, "depth": depth, "num_heads": heads}
     else:
-        raise unknown("model size", name, [*(f"{known}/2" for known in SIZES), "WIDTHxDEPTH/PATCH[:local]"])
+        raise unknown("model size", name, [*(f"{known}/2" for known in SIZES), "WIDTHxDEPTH/PATCH[:OPTION]"])
     if patch and not re.fullmatch(r"[1-9]\d{0,2}", patch):
         raise InputError(f"the patch of model size {name!r} must be a whole number: write it like b/2")
     config["patch_size"] = int(patch) if patch else (1 if changes.get("input_size", 32) <= 16 else 2)
-    if plain != name.lower():
-        config["local"] = True
-    return {**config, **changes}
+    return {**config, **changes, **{key: value for option in options for key, value in OPTIONS[option].items()}}
+
+
+def size_of(config: Any) -> str:
+    """Returns the name of a network's size, by which `preset` makes one like it."""
+    options = (option for option, values in OPTIONS.items() if all(getattr(config, key, None) == value
+               and hasattr(config, key) for key, value in values.items()))  # fmt: skip
+    return ":".join((f"{config.hidden_size}x{config.depth}/{config.patch_size}", *options))

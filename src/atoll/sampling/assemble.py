@@ -1,4 +1,4 @@
-"""Parts that were made apart as one model: a folder in the layout of the published Paris model.
+"""Parts that were made apart as one model: a folder whose parts are named as those of the published Paris model.
 
 MODEL/README.md                  its page on the hub: what it is, who trained what
 MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it

@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atoll.diffusion.guidance import guided
 from atoll.diffusion.prediction import Estimate, estimate
-from atoll.diffusion.schedules import broadcast
-from atoll.diffusion.solvers import OnStep, ddim, get_solver, uniform_times
+from atoll.diffusion.schedules import broadcast, get_schedule
+from atoll.diffusion.solvers import OnStep, bounded_x0, ddim, get_solver, table_times, uniform_times
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import AwayError, InputError, NotFiniteError
 from atoll.networks.centroid_router import CentroidRouter
@@ -540,16 +540,33 @@ SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
 
 @torch.no_grad()
 def generate_native(
-    expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: float
-) -> Tensor:
-    """Returns latents [B, C, S, S], one per seed, by one expert on its own schedule, guided in what it predicts."""
-    network, schedule = VelocityExpert.of(expert, Conversion.EXACT), expert.objective.path
+    expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: float,
+    bound: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns latents [B, C, S, S], one per seed, by one expert on its own schedule, guided in what it predicts.
+
+    `sampler` is ancestral or ddim. With :table it walks the 1000 cosine steps of DDPM samplers, asking the expert at
+    equal SNR; with :clip or :dynamic, x0 stays within `bound`[C, 1, 1] (DDPM), or is shrunk to it by its own quantile
+    (Imagen's dynamic thresholding).
+    """
+    name, *options = sampler.split(":")
+    network, own = VelocityExpert.of(expert, Conversion.EXACT), expert.objective.path
+    schedule = get_schedule("ddpm-cosine") if "table" in options else own
+    if "table" in options:
+        times = table_times(len(times) - 1)
     generators = image_generators(seeds)
     x = send(draw_noise(generators, network.shape), network.device)
     texts, cache, rows = prompts.guidance(guidance), TextCache(network.read_text), range(len(seeds))
     predict = guided(network.predict, guidance, lambda both: cache.context(texts.with_null(rows if both else ())))
 
     def denoise(x: Tensor, t: Tensor) -> Estimate:
-        return estimate(expert.objective.prediction, predict(x, t), x, schedule(t))
+        at = t if schedule is own else own.time_of(schedule.log_snr(t)).clamp(0, 1)
+        found = estimate(expert.objective.prediction, predict(x, at), x, schedule(t))
+        if "clip" not in options and "dynamic" not in options:
+            return found
+        assert bound is not None
+        x0 = bounded_x0(found.x0, bound.to(x), dynamic="dynamic" in options)
+        alpha, sigma, _, _ = schedule(t).broadcast(x)
+        return Estimate(x0, (x - alpha * x0) / sigma)
 
-    return ddim(denoise, schedule, x, times, SAMPLERS[sampler], generators)
+    return ddim(denoise, schedule, x, times, SAMPLERS[name], generators)

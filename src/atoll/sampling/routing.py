@@ -17,6 +17,7 @@ from atoll.tensors import send
 POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
 NUMBERS: dict[str, float] = {"topk": 2, "threshold": 0.1, "by_time": 0.5}  # the policies that have one, by default this
+WHOLE = ("topk", "sample")  # whose number is a count
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Routing:
     """A policy, and how often the router is asked; between times its last answer stands, and the policy uses that."""
 
     name: str = "top1"
-    number: float | None = None  # the K of topk:K, the P of threshold:P, the T of by_time:T
+    number: float | None = None  # the K of topk:K, the P of threshold:P, the T of by_time:T, the N of sample:N
     every: int = 1  # ask the router at every so many evaluations of the velocity
     confident: float | None = None  # ask no more about a sample once its largest probability has reached this
 
@@ -33,11 +34,11 @@ class Routing:
             raise unknown("routing", self.name, POLICIES)
         if self.number is None:
             object.__setattr__(self, "number", NUMBERS.get(self.name))
-        elif self.name not in NUMBERS:
+        elif self.name not in (*NUMBERS, "sample"):
             raise InputError(f"routing {self.name!r} takes no number: leave it out")
-        if self.name == "topk" and (type(self.number) is not int or self.number < 1):
-            raise InputError(f"the K of topk:K must be a whole number of at least 1, but is {self.number}")
-        if self.name != "topk" and self.number is not None and not 0 <= self.number <= 1:
+        if self.name in WHOLE and self.number is not None and (type(self.number) is not int or self.number < 1):
+            raise InputError(f"the K of {self.name}:K must be a whole number of at least 1, but is {self.number}")
+        if self.name not in WHOLE and self.number is not None and not 0 <= self.number <= 1:
             raise InputError(f"the number in routing {self} must lie in [0, 1]")
         if self.every < 1:
             raise InputError(f"route_every must be a whole number of at least 1, but is {self.every}")
@@ -68,7 +69,7 @@ class Routing:
                 return threshold(p, number)
             case "sample":
                 assert generators is not None
-                return sample(p, generators)
+                return sample(p, generators, int(number) or 1)
             case "by_time":
                 assert is_flow is not None
                 return by_time(p, t, is_flow, number)
@@ -84,7 +85,7 @@ def get_routing(spec: str, every: int = 1, confident: float | None = None) -> Ro
     if not colon:
         return Routing(name, None, every, confident)
     try:
-        number = int(value) if name == "topk" else float(value)
+        number = int(value) if name in WHOLE else float(value)
     except ValueError as error:
         raise InputError(f"routing {spec!r} must have a number after the colon, as in topk:2") from error
     return Routing(name, number, every, confident)
@@ -124,13 +125,25 @@ def threshold(p: Tensor, tau: float) -> Tensor:
     return _normalised(torch.where((p >= tau) | (top1(p) > 0), p, 0))
 
 
-def sample(p: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """One expert per sample, drawn from p; each image draws from its own generator, so the batch does not matter."""
-    draws = torch.stack([torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators])
-    ends = p.double().cumsum(1)
-    # An expert of p = 0 has an empty interval and is never drawn; rounding may lead one past the last.
-    chosen = torch.searchsorted(ends, send(draws[:, None], p.device) * ends[:, -1:], right=True)
-    return torch.zeros_like(p).scatter_(1, chosen.clamp(max=p.shape[1] - 1), 1)
+def sample(p: Tensor, generators: Sequence[torch.Generator], num: int = 1) -> Tensor:
+    """`num` experts per sample, drawn from p one after the other without repeats, in proportion (DDM's sample-2).
+
+    Each image draws from its own generator, so the batch does not matter.
+    """
+    if num > p.shape[1]:
+        raise InputError(f"routing sample:{num} asks for more than the {p.shape[1]} experts of the model")
+    left, chosen = p.double(), torch.zeros_like(p)
+    for _ in range(num):
+        draws = torch.stack(
+            [torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators]
+        )
+        ends = left.cumsum(1)
+        # An expert of p = 0 has an empty interval and is never drawn; rounding may lead one past the last.
+        drawn = torch.searchsorted(ends, send(draws[:, None], p.device) * ends[:, -1:], right=True)
+        drawn = drawn.clamp(max=p.shape[1] - 1)
+        chosen.scatter_(1, drawn, 1)
+        left = left.scatter(1, drawn, 0)
+    return chosen if num == 1 else _normalised(torch.where(chosen > 0, p.clamp_min(torch.finfo(p.dtype).tiny), 0))
 
 
 def by_time(p: Tensor, t: Tensor, is_flow: Tensor, switch: float) -> Tensor:

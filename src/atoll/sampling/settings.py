@@ -23,14 +23,15 @@ class Sampling:
     """How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model that has
     learned its guidance."""
     solver: str = "multistep"
-    """multistep, euler, heun, midpoint or dpm2m; evaluate also knows ancestral and ddim, for a model of one expert."""
+    """multistep, euler, heun, midpoint or dpm2m; evaluate also knows ancestral and ddim, for a model of one expert, and
+    with :table:clip or :table:dynamic after these, DDPM's 1000 steps with x0 clipped or thresholded."""
     routing: str = "top1"
     """Which experts make an image: top1; topk:2, the two most probable; full; threshold:0.1, those of at least this
-    probability; sample; or by_time:0.5, flow matching above this time and the others below. evaluate also knows oracle:
-    the expert of the cluster that the caption's own image is in."""
+    probability; sample, or sample:2 for two; or by_time:0.5, flow matching above this time and the others below.
+    evaluate also knows oracle: the expert of the cluster that the caption's own image is in."""
     conversion: str | None = None
-    """calibrated, exact or paper; by default calibrated for experts that predict noise and carry a calibration, and
-    exact for all others."""
+    """calibrated, exact, paper or paper-damped; by default calibrated for experts that predict noise and carry a
+    calibration, and exact for all others."""
     batch: int = 16
     """Images at a time."""
 

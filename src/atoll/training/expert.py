@@ -21,7 +21,7 @@ from atoll.errors import InputError
 from atoll.networks.centroid_router import mean_token
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.expert import Expert
-from atoll.networks.presets import preset
+from atoll.networks.presets import preset, size_of
 from atoll.networks.text_prior import TextPrior
 from atoll.plots.contact_sheet import draw_samples
 from atoll.sampling.ensemble import Ensemble, generate
@@ -70,7 +70,9 @@ class ExpertTask(CaptionedTask):
         sizes = preset(settings.model, input_size=config.input_size)
         is_chosen = settings.model != type(settings)().model
         if is_chosen and any(getattr(config, name) != value for name, value in sizes.items()):
-            raise InputError(f"{init} is of size {_size(config)}, not {settings.model}: leave --model out with --init")
+            raise InputError(
+                f"{init} is of size {size_of(config)}, not {settings.model}: leave --model out with --init"
+            )
         if (config.in_channels, config.input_size, config.text_dim) != (channels, size, self.text.dim):
             raise InputError(
                 f"{init} was made for latents {[config.in_channels, config.input_size, config.input_size]} and text "
@@ -104,7 +106,7 @@ class ExpertTask(CaptionedTask):
         return {"data": self.view.identity(), "init": self.init}
 
     def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
-        text = self.encode(batch, host)
+        text = () if network_is_blind(self.network) else self.encode(batch, host)
         return self.objective.loss(lambda x, t: network(x, t, *text), batch.latents.float(), batch.eps, batch.t)
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
@@ -112,8 +114,16 @@ class ExpertTask(CaptionedTask):
         return {"held_out": loss, "held_out_by_log_snr": by_log_snr}, self.sample_grid() if sample else None
 
     def _evaluate(self, num: int) -> tuple[float, list[float | None]]:
+        network = self.network
         self.evaluated = evaluate_expert(
-            self.network, self.objective, self.view, self.text, self.device, num, self.at_a_time, self.prior
+            (lambda x, t, *_: network(x, t)) if network_is_blind(network) else network,
+            self.objective,
+            self.view,
+            self.text,
+            self.device,
+            num,
+            self.at_a_time,
+            self.prior,
         )
         return self.evaluated.loss, self.evaluated.loss_by_log_snr
 
@@ -160,14 +170,14 @@ class ExpertTask(CaptionedTask):
         """Measures on more held-out data than before, and writes the expert."""
         loss, by_log_snr = self._evaluate(EVALUATED_AT_THE_END)
         on = self.view.measured_on
-        settings = {**training["settings"], "model": _size(self.network.config) if self.init else self.settings.model}
+        settings = {**training["settings"], "model": size_of(self.network.config) if self.init else self.settings.model}
         held_out = {"loss": loss, "by_log_snr": by_log_snr, "on": on}
         self.as_expert({**training, "settings": settings, "held_out": held_out}).save(folder)
         return [f"an expert of {self.view.name}, loss {loss:.4f} on {on}"]
 
 
-def _size(config: DiTConfig) -> str:
-    return f"{config.hidden_size}x{config.depth}/{config.patch_size}{':local' * config.local}"
+def network_is_blind(network: DiT) -> bool:
+    return network.config.text_dim is None
 
 
 def train_expert(

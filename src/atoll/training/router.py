@@ -47,9 +47,11 @@ class RouterTask(CaptionedTask):
         self.num_experts = PartitionCard.read(data.folder / "clusters").num_clusters
         channels, size, _ = self.view.shape
         width = self.text.dim if settings.text else None
-        sizes = preset(settings.model, input_size=size, in_channels=channels, text_dim=width)
+        sizes = preset(
+            settings.model, input_size=size, in_channels=channels, text_dim=width, num_experts=self.num_experts
+        )
         with seeded("weights", settings.seed):
-            self.network = Router(RouterConfig(**sizes, num_experts=self.num_experts))
+            self.network = Router(RouterConfig(**sizes))
 
     def describe(self) -> dict[str, Any]:
         return {"data": self.view.identity(), "num_experts": self.num_experts}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # imported when they are needed: `atoll --help` must not wait
     import torch
 
     from atoll.diffusion.objective import Objective
+    from atoll.sampling.settings import Sampling
 
 PAPER_LR, PAPER_WIDTH = 1e-4, 1152
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -37,8 +38,9 @@ class Settings:
     """What every run has, be it an expert's, the monolith's or the router's."""
 
     model: str = "mini"
-    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. With :local after
-    that, blocks have convolutions too, which helps in short runs on 8 x 8 tokens and more."""
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. Options may follow:
+    :local (convolutions in blocks, which help in short runs on 8 x 8 tokens and more), :zero (AdaLN-Zero in place of
+    AdaLN-Single), :norm (the norm of Eq. 17), :blind (no text), and for a router :mlp (its head)."""
     steps: int = 5000
     """Updates of the weights."""
     batch: int = 64
@@ -166,7 +168,7 @@ class ExpertSettings(Settings):
     objective: str = "fm"
     """fm, fm-logit-normal, ddpm, ddpm-min-snr (better in short runs), x0 or v."""
     schedule: str | None = None
-    """Instead of the objective's own: linear, cosine, ddpm or ddpm-scaled."""
+    """Instead of the objective's own: linear, cosine, ddpm, ddpm-scaled or ddpm-cosine."""
     weighting: str | None = None
     """Instead of the objective's own: plain or min-snr."""
 
@@ -210,7 +212,7 @@ Micro-batches and processes round otherwise, no more."""
 
 # Of a recipe; the others are for `atoll reproduce` alone.
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
-PREPARE, OTHER_TABLES = "prepare", ("study", "data")
+PREPARE, OTHER_TABLES = "prepare", ("study", "data", "pretrain")
 S = TypeVar("S", bound=Settings | PrepareSettings)
 
 
@@ -249,7 +251,7 @@ def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
     return cast(S, settings[cls])
 
 
-def as_flags(settings: Settings, usual: Settings | None = None) -> list[str]:
+def as_flags(settings: "Settings | Sampling", usual: "Settings | Sampling | None" = None) -> list[str]:
     """Returns the settings as they are written on a command line, without those that are as in `usual`."""
     flags = []
     for name, value in asdict(settings).items():
