@@ -74,7 +74,7 @@ def read_reference(place: str, size: int, network: Features) -> Reference:
     _, items = count(Source(place, "{label}", LIMIT), LIMIT, progress=False)
     with readers(0, Transform(size, 1, 4.0), 64) as read:
         samples = [(image.pixels, item.label) for item, image in read(items) if image is not None]
-    np.random.default_rng(0).shuffle(samples)  # type: ignore[arg-type]
+    np.random.default_rng(0).shuffle(samples)
     features = network.extract(tensor_of(np.stack([pixels for pixels, _ in samples]))).numpy()
     labels, half = [label for _, label in samples], len(samples) // 2
     reader = Reader.fit(features[:half], labels[:half])

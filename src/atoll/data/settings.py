@@ -13,8 +13,6 @@ class PrepareSettings:
 
     size: int = 32
     """Images are scaled and cropped to SIZE x SIZE pixels."""
-    crop: str = "centre"
-    """Which part of an image that is not square: its centre, or smart, where there is most detail."""
     codec: str = "pca"
     """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), pca:lapped (patches overlap: for photographs),
     pca:plain (decoded without a network against grain and seams), conv or conv:8x24 (8x8 patches as 24 numbers, learned
@@ -38,6 +36,8 @@ class PrepareSettings:
     text, faces that must be recognised, and all that has a side."""
     license: str = "unknown"
     """Goes into dataset.json and travels with all that is made of the data."""
+    crop: str = "centre"
+    """Which part of an image that is not square: its centre, or smart, where there is most detail."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
