@@ -100,6 +100,7 @@ def test_one_process_resumes_two(train, one, two, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [2, 3])
 def test_any_number_resumes(train, one, two, tmp_path, processes):
     """Of both kinds of checkpoint: one process's and two processes'."""
@@ -121,6 +122,7 @@ def test_any_number_resumes(train, one, two, tmp_path, processes):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_memory(data, tmp_path, report):
     """Of what a process has beyond torch itself."""
     program = """
@@ -132,7 +134,7 @@ main(sys.argv[1:])
 print("grown by", peak_resident() - base)
 """
     (tmp_path / "train.py").write_text(program)
-    flags = ["--model", "b/4", "--steps", "2", "--batch", "4", "--sample-every", "0", "--device", "cpu"]
+    flags = ["--model", "b/4", "--steps", "2", "--batch", "2", "--sample-every", "0", "--device", "cpu"]
     peaks = {}
     for processes in (1, 2):
         launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
