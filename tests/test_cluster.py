@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
 from atoll.engines.engine import Job, Resources
+from atoll.engines.ray import Actor
 from atoll.engines.settings import EngineSettings
 from atoll.errors import InputError
 from atoll.partition.partition import partition
@@ -80,6 +82,13 @@ class TestMistakes:
             EngineSettings(address="10.0.0.1:6379")
         with pytest.raises(InputError, match="--at-a-time must be at least 1"):
             EngineSettings(at_a_time=0)
+
+    def test_a_node_that_does_not_share_the_folder(self, tmp_path):
+        job = Job("a", [sys.executable, "-c", "pass"], tmp_path / "elsewhere", 5)
+        with pytest.raises(OSError, match=r"does not see .*elsewhere, give --out in a folder that all nodes share, or"):
+            Actor().start(job, "", tmp_path, sys.executable)
+        assert not job.folder.exists()
+        assert Actor().start(replace(job, is_shared=False), "", tmp_path, sys.executable).code in (None, 0)
 
     @pytest.mark.slow
     @pytest.mark.cluster
@@ -198,7 +207,7 @@ class TestTraining:
         assert contents(out) == local
         nothing_is_left(out)
 
-    def test_ten_workers_are_killed(self, data, local, cluster, tmp_path):
+    def test_ten_workers_are_killed(self, data, local, cluster, tmp_path, report):
         """With -9, at random moments, each time another at random."""
         out, rng = tmp_path / "run", random.Random(0)
         killed: list[int] = []
@@ -222,6 +231,7 @@ class TestTraining:
         finally:
             thread_runs[0] = False
             thread.join()
+        report(f"workers killed while four experts and the router trained on three nodes: {len(killed)}")
         assert len(killed) >= 5, "the training was over too soon"
         assert contents(out) == local
         nothing_is_left(out)

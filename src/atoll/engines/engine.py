@@ -58,6 +58,7 @@ class Job:
     steps: int
     resources: Resources = USUAL
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_shared: bool = True  # whether this machine and the node that it runs on must see the same folder
 
 
 class Engine(Protocol):

@@ -38,7 +38,6 @@ class Ray:
         self._check_nodes()
 
     def _connect(self, address: str | None) -> None:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = address or os.environ.get("RAY_ADDRESS")
         try:
             if address and (place := re.search(r"([^/]+):(\d{1,5})$", address)):
@@ -111,6 +110,8 @@ class Ray:
             if self.at_a_time is not None and sum(not process.has_ended for process in processes) >= self.at_a_time:
                 return None
             job = replace(job, folder=here / job.folder)
+            if job.is_shared:
+                job.folder.mkdir(parents=True, exist_ok=True)
             processes.append(RayProcess(self.ray, job, note, here, reserved[job.name]))
             return processes[-1]
 
@@ -149,6 +150,11 @@ class Actor:
     def start(self, job: Job, note: str, here: Path, python: str) -> Look:
         with suppress(OSError):
             os.chdir(here)  # a node that does not share the folder has absolute paths alone
+        if job.is_shared and not job.folder.is_dir():
+            raise OSError(
+                f"the node {socket.gethostname()} does not see {job.folder}, give --out in a folder that all nodes "
+                "share, or a --mirror"
+            )
         command = [sys.executable if word == python else word for word in job.command]
         _wait_until_free(job.folder)
         self.process = LocalProcess(replace(job, command=command), {}, note)

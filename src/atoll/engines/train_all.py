@@ -86,6 +86,7 @@ class Part(NamedTuple):
             self.settings.steps,
             resources,
             {"OMP_NUM_THREADS": str(threads)},
+            is_shared=self.mirror is None,
         )
 
 
