@@ -166,7 +166,7 @@ def by_clients(url: str, asks: Sequence[Ask], clients: int = CLIENTS) -> float:
 def throughput(model: str, pipe: AtollPipeline, rounds: int) -> None:
     print(f"\nthroughput, {CLIENTS} clients, 20 steps, guidance 2; images/s, median of {rounds} rounds in turns")
     static = StaticBatches(pipe, CLIENTS)
-    num = 3 * CLIENTS
+    num = 8 * CLIENTS
     asks = [Ask(i) for i in range(num)]
 
     def one_at_a_time() -> float:
@@ -336,6 +336,7 @@ def remote(model: str, pipe: AtollPipeline, rounds: int) -> None:
 
     asks = [Ask(i) for i in range(CLIENTS)]
     owned = list(range(1, min(4, pipe.index.num_experts)))
+    proxies: list[Any] = []
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     with ExitStack() as stack:
@@ -359,6 +360,7 @@ def remote(model: str, pipe: AtollPipeline, rounds: int) -> None:
 
             def opened(k: int, delay: float = delay) -> Any:
                 proxy = _delayed(int(urls[k].rsplit(":")[-1]), delay)
+                proxies.append(proxy)  # which would end with the last reference to it
                 port = asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result()
                 return RemoteExpert(f"http://127.0.0.1:{port}", timeout=30)
 

@@ -233,12 +233,12 @@ def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
     """Its weight goes to the next most probable expert, images say so, and it comes back by itself."""
     peer = Peer(served_model / "expert_0")
     with in_a_thread(peer) as url:
-        expert = RemoteExpert(url, timeout=0.7)
+        expert = RemoteExpert(url, timeout=100)
         far = AtollPipeline(served_model, elsewhere={0: expert})
         options = {"seed": 3, "routing": "full", **FEW}
         expected = pipe(PROMPTS, **options).images
         torch.testing.assert_close(far(PROMPTS, **options).images, expected, atol=1e-4, rtol=0)
-        peer.behaviour = behaviour
+        peer.behaviour, expert.timeout = behaviour, 0.7
         without = pipe(PROMPTS, experts=[1, 2], **options)
         found = far(PROMPTS, **options)
         torch.testing.assert_close(found.images, without.images, atol=1e-4, rtol=0)
@@ -249,7 +249,7 @@ def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
         assert isinstance(events[0], Finished)
         assert events[0].without == (0,)
         scheduler.close()
-        peer.behaviour = "good"
+        peer.behaviour, expert.timeout = "good", 100
         eventually(lambda: expert.away is None, 90)
         torch.testing.assert_close(far(PROMPTS, **options).images, expected, atol=1e-4, rtol=0)
         expert.close()

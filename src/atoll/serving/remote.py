@@ -72,7 +72,7 @@ class RemoteExpert(VelocityExpert):
         self.device = torch.device(device)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx
-        self._client = httpx.Client(headers=headers, timeout=timeout, follow_redirects=False)
+        self._client = httpx.Client(headers=headers, follow_redirects=False)
         self._digests = WeakTensorKeyDictionary()
         self._known: set[bytes] = set()  # the texts that the owner has
         self._away: str | None = None  # why
@@ -157,7 +157,7 @@ class RemoteExpert(VelocityExpert):
     def _request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
         """Returns status and content; at most `largest` bytes, and all within the timeout."""
         end, content = time.monotonic() + self.timeout, b""
-        with self._client.stream(method, self.url + path, content=body) as response:
+        with self._client.stream(method, self.url + path, content=body, timeout=self.timeout) as response:
             for chunk in response.iter_raw():
                 content += chunk
                 if len(content) > largest:
