@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.engines.engine import GRACE, USUAL, Item, Job, Look, Resources, Result, Run, run_jobs
+from atoll.engines.engine import GRACE, MAX_LOSSES, USUAL, Item, Job, Look, Resources, Result, Run, run_jobs
 from atoll.engines.local import LocalProcess, in_order
 from atoll.errors import InputError
 from atoll.storage import alone, reason_of
@@ -122,7 +122,7 @@ class Ray:
     ) -> Iterator[Result]:
         needed = self._needed(resources)
         ahead = 2 * max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
-        task = self.ray.remote(_call).options(**needed, max_retries=-1)
+        task = self.ray.remote(_call).options(**needed, max_retries=MAX_LOSSES)
         here, shared = str(Path.cwd()), self.ray.put(function)
 
         def result(reference: Any) -> Any:
@@ -130,6 +130,11 @@ class Ray:
                 return self.ray.get(reference)
             except self.ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, InputError) else error from None
+            except self.ray.exceptions.RayError as error:
+                raise InputError(
+                    f"a worker was lost {MAX_LOSSES} times at the same piece of work ({reason_of(error)[:200]}): look "
+                    "for what ends it in the cluster's logs, often a lack of memory, and rerun the same command"
+                ) from error
 
         yield from in_order(lambda item: task.remote(here, shared, item), result, items, ahead)
 
