@@ -79,7 +79,8 @@ class TestDemo:
         for stage, line in zip(STAGES, lines, strict=False):
             assert re.fullmatch(rf"{stage} +\d+\.\d s  .*", line)
         assert lines[len(STAGES)].startswith("in all")
-        assert lines[-1].endswith("report.html")
+        assert lines[-2].endswith("report.html")
+        assert lines[-1].startswith("paint: atoll serve ")
 
     def test_results(self, first):
         results = results_of(first[0])

@@ -165,7 +165,7 @@ class TestPaperScale:
         for command in commands:
             main(command[1:])
         assert len(found) == len(commands)
-        folders = [kept["out"] for _, kept in found if "out" in kept]
+        folders = [Path(kept["out"]) for _, kept in found if "out" in kept]
         made = {str(path) for out in folders for path in (out, out.parent)}  # or the folder of all experts
         for verb, kept in found:  # what is read has been made by a command above
             used = {"assemble": kept.get("experts", ()), "evaluate": kept.get("folders", ())[:-1]}.get(verb, ())
