@@ -520,8 +520,9 @@ class TestTable:
             models.append({"name": f"m|{i}", "hash": "0", "num": 9, "seeds": 2, "sampling": {"steps": 3},
                            "figures": {"frechet/simple": found}})  # fmt: skip
         data = {"name": "d", "fingerprint": "f", "license": "l"}
+        reference = {"num": 3, "split": "train", "pictures": "decoded latents"}
         return {"data": data, "models": models, "prompts": {"split": "train", "num": 1, "hash": "h"}, "notes": [],
-                "left_out": {}, "reference": {"num": 3}, "networks": {}}  # fmt: skip
+                "left_out": {}, "reference": reference, "networks": {}}  # fmt: skip
 
     def test_bold_is_what_wins_by_more_than_the_errors(self):
         assert "**1.00 ± 0.10** | 2.00 ± 0.10" in render_table(self.results((1.0, 0.1), (2.0, 0.1)))
@@ -541,7 +542,7 @@ class TestTable:
         pairs = [(27.61, 0.6404), (0.00237, 0.00153), (1234.5, 56.7), (0.688, 1e-16), (-0.5, None)]
         told = [with_error("kernel/x", {"value": value, "error": error}) for value, error in pairs]
         assert told == ["27.61 ± 0.64", "0.0024 ± 0.0015", "1234 ± 57", "0.688 ± 0", "-0.500"]
-        assert [format_value("flops_an_image", value) for value in (12, 1.234e9, 5e15)] == ["12", "1.23 G", "5e+03 T"]
+        assert [format_value("flops_an_image", value) for value in (12, 1.234e9, 5e15)] == ["12", "1.23 G", "5 P"]
 
     def test_pictures_of_any_number(self):
         results = self.results((1.0, 0.1), (-2.0, None))
