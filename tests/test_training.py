@@ -537,7 +537,7 @@ class TestCommand:
     def test_recipes_that_come_with_atoll(self, tmp_path, monkeypatch, capsys):
         """By name from any folder; a path is a file."""
         monkeypatch.chdir(tmp_path)
-        assert recipe_names() == ["laptop", "paper", "photos", "photos-gpu", "reproduce", "reproduce_paper"]
+        assert {"laptop", "paper", "photos", "photos-gpu", "reproduce", "reproduce_paper"} <= set(recipe_names())
         assert read_recipe("laptop", RouterSettings).model == "64x3"
         for name in recipe_names():
             read_recipe(name, ExpertSettings)
@@ -547,10 +547,8 @@ class TestCommand:
         assert read_recipe("mine.toml", PrepareSettings) == PrepareSettings()
         with pytest.raises(SystemExit):
             main(["train", "data", "--out", "run", "--recipe", "recipes/laptop.toml"])
-        assert (
-            "unknown recipe 'recipes/laptop.toml': accepted are laptop, paper, photos, photos-gpu, reproduce, "
-            "reproduce_paper, the path of a TOML file" in capsys.readouterr().err
-        )
+        accepted = ", ".join([*recipe_names(), "the path of a TOML file"])
+        assert f"unknown recipe 'recipes/laptop.toml': accepted are {accepted}" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("make", "sentence"),
