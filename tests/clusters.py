@@ -1,5 +1,6 @@
 """Ray clusters on this machine, whose nodes are processes that can be added and killed."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
     node = {**NODE, **options}
     system = {"worker_niceness": 0}  # or whatever else this machine does comes first
     head = {**node, "include_dashboard": False, "_system_config": system}
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # which a driver of Ray replaces for good
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes - 1):
@@ -26,3 +28,4 @@ def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, on_sigterm)
