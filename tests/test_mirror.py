@@ -79,7 +79,7 @@ def test_a_store_that_fails_for_a_while(tmp_path, url, monkeypatch, capsys):
 
     monkeypatch.setattr(Store, "put_file", put_file)
     train(tmp_path / "a", url)
-    assert capsys.readouterr().err.count("the server does not answer: check the server; training goes on") == 3
+    assert capsys.readouterr().err.count("the server does not answer: check the server; training continues") == 3
     assert "model.safetensors" in keys(url)
     fails[0] = 10**9
     monkeypatch.setattr(mirror, "LONGEST", 0.0)

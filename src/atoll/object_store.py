@@ -159,7 +159,7 @@ class Store:
                 if self._folder is None:
                     _obstore().put(store, key, content, mode={"e_tag": etag}, use_multipart=False)
                     return True
-                with _locked(self._folder):  # a file system has no conditional write
+                with locked(self._folder):  # a file system has no conditional write
                     if self.head(key)[1] != etag:
                         return False
                     _obstore().put(store, key, content)
@@ -457,7 +457,8 @@ class _Reader(io.RawIOBase):
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a local folder for this process, after any other that holds it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -5,13 +5,9 @@ shards at a time, and each is verified against its SHA-256. What was copied is k
 copied again. While the store does not answer, a copy that was whole is used as it is.
 """
 
-import fcntl
 import hashlib
-import os
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,7 +15,7 @@ from tqdm import tqdm
 from atoll.cards import DATASET, PARTITION, DatasetCard
 from atoll.data.shards import AGAIN, SUMS, cluster_folders, clusters_in, read_sums
 from atoll.errors import InputError, StoreError, printable
-from atoll.object_store import StorePath, place_of
+from atoll.object_store import StorePath, locked, place_of
 from atoll.storage import cache_folder, known_digest, make_folder, read_json, remove_tree, write_json
 
 NUM_FILES = 4  # copied at once
@@ -34,7 +30,7 @@ def local_copy(place: str | Path, cluster: int | None = None, progress: bool = T
         return remote
     folder = cache_folder() / "data" / hashlib.sha256(str(remote).encode()).hexdigest()[:32]
     make_folder(folder)
-    with _waiting(folder):
+    with locked(folder):
         copy = _Copy(remote, folder)
         try:
             copy.update(cluster, progress)
@@ -116,14 +112,3 @@ class _Copy:
             local.unlink()
             where = printable(str(path.parent / SUMS))
             raise InputError(f"{path} is damaged, since its SHA-256 is not the one in {where}: {AGAIN}")
-
-
-@contextmanager
-def _waiting(folder: Path) -> Iterator[None]:
-    """Holds a folder for this process, after any other that holds it."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

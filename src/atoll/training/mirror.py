@@ -48,7 +48,7 @@ class Mirror:
             except InputError as error:
                 if last and time.monotonic() > deadline:
                     raise
-                print(printable(f"atoll: {error}; training goes on, and this is tried again later"), file=sys.stderr)
+                print(printable(f"atoll: {error}; training continues, and this is tried again later"), file=sys.stderr)
                 if not last:
                     return None
             time.sleep(AGAIN)
