@@ -173,7 +173,7 @@ def test_who_joins_and_leaves(scheduler, pipe, monkeypatch):
     eventually(lambda: told.events[1])
     assert isinstance(told.events[1][0], Finished)
     assert told.events[0] == []
-    assert one.counts() == (0, 0)
+    eventually(lambda: one.counts() == (0, 0))
 
 
 def test_clients_share_the_places(scheduler, pipe, monkeypatch):
