@@ -1,7 +1,6 @@
 """A network shared out to processes (FSDP2): it learns what one process teaches it, and any number can resume it."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -119,38 +118,6 @@ def test_any_number_resumes(train, one, two, tmp_path, processes):
         worst = max(abs(a - b) for a, b in zip(losses(one), losses(folder), strict=True))
         assert worst < 1e-5
         assert Expert.load(folder).network.card["training"]["processes"] == processes
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_memory(data, tmp_path, report):
-    """Of what a process has beyond torch itself."""
-    program = """
-import sys
-from atoll.cli.main import main
-from atoll.training.memory import measure_base, peak_resident, resident
-base = measure_base()
-main(sys.argv[1:])
-print("grown by", peak_resident() - base)
-"""
-    (tmp_path / "train.py").write_text(program)
-    flags = ["--model", "s/4", "--steps", "2", "--batch", "2", "--sample-every", "0", "--device", "cpu"]
-    peaks = {}
-    for processes in (1, 2):
-        launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
-        run = subprocess.run(
-            [*launcher, str(tmp_path / "train.py"), "train", str(data), *flags, "--shard", "--out",
-             str(tmp_path / str(processes))],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        peaks[processes] = max(map(int, re.findall(r"grown by (\d+)", run.stdout)))
-        shutil.rmtree(tmp_path / str(processes))
-    ratio = peaks[2] / peaks[1]
-    report(
-        f"peak memory of s/4 beyond torch: {peaks[1] / 1e9:.2f} GB alone, {peaks[2] / 1e9:.2f} GB of two: {ratio:.2f}x"
-    )
-    assert ratio < 0.6
 
 
 def test_the_text_is_read_in_blocks_to_the_same_bits():
