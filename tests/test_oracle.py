@@ -108,10 +108,10 @@ def test_all_kinds_mixed(dim):
 @pytest.mark.parametrize("solver", [euler, heun])
 def test_mixed_trajectories_are_those_of_velocity_experts(dim, solver, rng):
     """From t = 1 to t = 0, the ends included, where alpha or sigma is zero."""
-    data = ClusteredGaussians.random(4, 3, dim)
+    data = ClusteredGaussians.random(len(SCHEDULES), 3, dim)
     noise = torch.randn(200, dim, generator=rng, dtype=torch.float64)
-    velocities = [Transfer(Prediction.VELOCITY, LINEAR)] * 4
-    mixed = [transfer(p, s) for p, s in zip(Prediction, reversed(SCHEDULES), strict=False)]
+    velocities = [Transfer(Prediction.VELOCITY, LINEAR)] * len(SCHEDULES)
+    mixed = [transfer(p, s) for p, s in zip(itertools.cycle(Prediction), reversed(SCHEDULES), strict=False)]
     paths: list[list[Tensor]] = []
     for transfers in (velocities, mixed):
         path: list[Tensor] = []

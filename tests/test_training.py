@@ -537,7 +537,8 @@ class TestCommand:
     def test_recipes_that_come_with_atoll(self, tmp_path, monkeypatch, capsys):
         """By name from any folder; a path is a file."""
         monkeypatch.chdir(tmp_path)
-        assert {"laptop", "paper", "photos", "photos-gpu", "reproduce", "reproduce_paper"} <= set(recipe_names())
+        studies = ["reproduce", "reproduce_ddm", "reproduce_earlier", "reproduce_paper", "reproduce_paper_table1"]
+        assert recipe_names() == ["laptop", "paper", "photos", "photos-gpu", *studies]
         assert read_recipe("laptop", RouterSettings).model == "64x3"
         for name in recipe_names():
             read_recipe(name, ExpertSettings)
