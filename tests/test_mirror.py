@@ -67,7 +67,7 @@ def test_a_folder_that_is_ahead_stays(tmp_path, url):
 
 
 def test_a_store_that_fails_for_a_while(tmp_path, url, monkeypatch, capsys):
-    """Training goes on without it, and all is there in the end."""
+    """Training continues without it, and all is there in the end."""
     monkeypatch.setattr(mirror, "AGAIN", 0.01)
     real, fails = Store.put_file, [3]
 

@@ -162,7 +162,7 @@ class TestOpenAI:
 
 
 class TestRefused:
-    """Each gets a sentence, and the server goes on."""
+    """Each gets a sentence, and the server keeps serving."""
 
     @pytest.mark.parametrize(
         ("body", "status", "sentence"),

@@ -148,7 +148,7 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
     @app.exception_handler(Refusal)
     @app.exception_handler(InputError)
     async def refused(request: Request, error: Exception) -> Response:
-        refusal = Refusal.of(error)  # what is our own fault goes on to the guard, which logs it
+        refusal = Refusal.of(error)  # what is our own fault is left to the guard, which logs it
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     @app.exception_handler(HTTPException)

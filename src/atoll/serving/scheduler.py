@@ -195,7 +195,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives free places to the clients that have the fewest; of equals, to the one who has waited longest.
 
-        Where none is free, a client with at least two more than another gives one up: that image pauses, and goes on
+        Where none is free, a client with at least two more than another gives one up: that image pauses, and resumes
         when its turn comes.
         """
         while True:
