@@ -7,8 +7,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CACHE_HOME"] = (_cache := TemporaryDirectory(prefix="atoll-tests-")).name  # not the user's own
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,16 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "model"
     assemble([run], None, folder, data)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Three nodes of two logical CPUs each, with token authentication as Ray has it by default."""
+    from clusters import ray_cluster
+
+    assert os.environ.get("RAY_AUTH_MODE") != "disabled"
+    with ray_cluster(3) as nodes:
+        yield nodes
 
 
 @pytest.fixture

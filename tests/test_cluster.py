@@ -8,37 +8,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
+import atoll.data.prepare as prepare_module
 from atoll.cli.main import main
 from atoll.data.prepare import prepare
 from atoll.data.settings import PrepareSettings
 from atoll.data.sources import Source
-from atoll.engines.engine import Job, Resources
+from atoll.engines.engine import Job, Resources, encode
 from atoll.engines.ray import Actor
 from atoll.engines.settings import EngineSettings
 from atoll.errors import InputError
-from atoll.partition.partition import partition
 from atoll.training.metrics_log import read_metrics
 from clusters import ray_cluster
 from test_engines import is_alive
+from test_store_data import assert_same_files
 
 ray = pytest.importorskip("ray")
 SCRIPT = "import json, sys; json.dump(dict(complete=True, steps_done=5), open(sys.argv[1], 'w'))"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator:
-    """Three nodes of two logical CPUs each, with token authentication as Ray has it by default."""
-    assert os.environ.get("RAY_AUTH_MODE") != "disabled"
-    with ray_cluster(3) as nodes:
-        yield nodes
 
 
 class TestShort:
@@ -53,6 +48,7 @@ class TestShort:
         with ray_cluster(1) as cluster:
             engine = EngineSettings("ray", cluster.address).open("cpu")
             assert list(engine.map(negative, range(1, 9))) == [-1, -2, -3, -4, -5, -6, -7, -8]
+            assert list(engine.map(negative, range(1, 4), then=negative)) == [1, 2, 3]
             with pytest.raises(InputError, match="zero has no sign"):
                 list(engine.map(negative, [1, 0]))
             folder = tmp_path / "a"
@@ -93,47 +89,56 @@ class TestMistakes:
     @pytest.mark.slow
     @pytest.mark.cluster
     @pytest.mark.parametrize(("version", "has"), [("9.9.9", "atoll 9.9.9"), (None, "no atoll")])
-    def test_a_node_that_would_train_something_else(self, tmp_path, version, has):
+    def test_a_node_that_would_train_something_else(self, cluster, tmp_path, version, has):
         """Its packages are described by another folder, which Python looks into first."""
         shadow = "import importlib.metadata as m\nreal = m.version\ndef version(name):\n    if name != 'atoll':\n"
         shadow += "        return real(name)\n" + (
             f"    return {version!r}\n" if version else "    raise m.PackageNotFoundError(name)\n"
         )
         (tmp_path / "sitecustomize.py").write_text(shadow + "m.version = version\n")
-        with ray_cluster(1) as cluster:
-            cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
-            with pytest.raises(InputError) as error:
-                EngineSettings("ray", cluster.address).open()
+        path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+        with another_node(cluster, num_cpus=1, env_vars={"PYTHONPATH": path}), pytest.raises(InputError) as error:
+            EngineSettings("ray", cluster.address).open()
         assert f" has {has}, and here it is " in str(error.value)
         assert str(error.value).endswith("install the same version on every node")
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- the whole chain --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "avatars"
-    settings = PrepareSettings(size=16, codec="pixels", holdout=0.1)
-    prepare(Source("avatars", num=400, size=16), folder, settings, 0, progress=False)
-    partition(folder, 4, cap=1.3, progress=False)
-    return folder
+def prepare_all(out: Path, *flags: str) -> None:
+    """The demo's data, of fewer images, and its four clusters."""
+    main(["prepare", "avatars", "--num", "400", "--size", "32", "--near-duplicates", "keep", "--device", "cpu",
+          "--workers", "0", "--out", str(out), *flags])  # fmt: skip
+    main(["partition", str(out), "--experts", "4", "--cap", "1.3"])
 
 
 def train_all(data: Path, out: Path, *flags: str) -> list[str]:
-    sizes = "--model xs/4 --steps 150 --batch 16 --log-every 5 --save-every 10 --eval-every 50 --sample-every 0"
-    router = "--router --router.model xs/4 --router.steps 60 --router.batch 16 --router.sample-every 0"
-    chosen = ["--objectives", "1ddpm:3fm", "--device", "cpu", "--router.device", "cpu"]
-    return ["train-all", str(data), "--out", str(out), *sizes.split(), *router.split(), *chosen, *flags]
+    sizes = "--model xs --steps 150 --batch 16 --log-every 5 --save-every 10 --eval-every 50 --sample-every 0"
+    chosen = ["--objectives", "1ddpm:3fm", "--device", "cpu"]
+    return ["train-all", str(data), "--out", str(out), *sizes.split(), *chosen, *flags]
+
+
+ROUTER = "--router --router.model xs --router.steps 60 --router.batch 16 --router.sample-every 0 --router.device cpu"
+
+
+def judge_all(folder: Path, *flags: str) -> None:
+    """Assembles what was trained on FOLDER/data, measures it, and teaches a student by it."""
+    data, model = str(folder / "data"), str(folder / "model")
+    main(["assemble", str(folder / "run"), "--data", data, "--out", model])
+    small = "--num 20 --features simple --metrics frechet kernel --steps 4 --device cpu"
+    main(["evaluate", model, data, *small.split(), "--out", str(folder / "evaluated"), *flags])
+    small = "--student xs --steps 6 --batch 8 --sample-every 0 --device cpu"
+    main(["distill", model, data, *small.split(), "--out", str(folder / "student"), *flags])
 
 
 PARTS = [*(f"expert_{k}" for k in range(4)), "router"]
 
 
-def contents(out: Path) -> dict[str, object]:
-    """Returns the files of all parts to the byte, and of metrics and checkpoints all but how long they took."""
+def contents(out: Path, parts: Sequence[str] = PARTS) -> dict[str, object]:
+    """Returns the files of parts to the byte, and of metrics and checkpoints all but how long they took."""
     found: dict[str, object] = {}
-    for part in PARTS:
+    for part in parts:
         for name in ("model.safetensors", "config.json"):
             found[f"{part}/{name}"] = (out / part / name).read_bytes()
         timeless = [
@@ -147,10 +152,13 @@ def contents(out: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def local(data, tmp_path_factory) -> dict[str, object]:
-    out = tmp_path_factory.mktemp("local") / "run"
-    main(train_all(data, out))
-    return contents(out)
+def local(tmp_path_factory) -> Path:
+    """Returns the folder of what the local engine makes: data, run, model, evaluated, student."""
+    folder = tmp_path_factory.mktemp("local")
+    prepare_all(folder / "data")
+    main(train_all(folder / "data", folder / "run", *ROUTER.split()))
+    judge_all(folder)
+    return folder
 
 
 def pids_below(folder: Path) -> list[int]:
@@ -166,15 +174,13 @@ def pids_below(folder: Path) -> list[int]:
     return pids
 
 
-def actor_pids() -> list[int]:
-    """Returns the Ray workers that hold a job."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"ray::Actor" in (path / "cmdline").read_bytes():
-                pids.append(int(path.name))
-        except OSError:
-            continue
+def workers_of(*names: str) -> list[int]:
+    """Returns the Ray workers of this process's clusters that are busy with one of these."""
+    prefixes, pids = tuple(f"ray::{name}" for name in names), []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error, IndexError):
+            if process.cmdline()[0].startswith(prefixes):
+                pids.append(process.pid)
     return pids
 
 
@@ -195,104 +201,135 @@ def nothing_is_left(out: Path) -> None:
     assert not list(out.rglob(".*.partial"))
 
 
+@contextmanager
+def another_node(cluster, **options: object) -> Iterator[Any]:
+    """Yields one more node of the cluster, which may be removed in the meantime."""
+    node = cluster.add_node(**{"num_cpus": 2, "object_store_memory": 80 << 20, **options})
+    try:
+        yield node
+    finally:
+        if node in cluster.worker_nodes:
+            cluster.remove_node(node)
+
+
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.bits
-@pytest.mark.timeout(900)
-class TestTraining:
-    def test_same_bits(self, data, local, cluster, tmp_path):
-        """Experts, router, assembled and evaluated on the cluster: the bytes of the local engine."""
-        out = tmp_path / "run"
-        main(train_all(data, out, "--engine", "ray", "--address", cluster.address))
-        assert contents(out) == local
-        nothing_is_left(out)
+@pytest.mark.timeout(1800)
+class TestBits:
+    """What the cluster makes is what the local engine makes, to the byte."""
 
-    def test_ten_workers_are_killed(self, data, local, cluster, tmp_path, report):
-        """With -9, at random moments, each time another at random."""
-        out, rng = tmp_path / "run", random.Random(0)
-        killed: list[int] = []
+    def test_from_images_to_figures(self, local, cluster, tmp_path):
+        """Prepared, partitioned, four experts and the router trained, assembled, evaluated, distilled."""
+        on_ray = ["--engine", "ray", "--address", cluster.address]
+        prepare_all(tmp_path / "data", *on_ray)
+        assert_same_files(local / "data", tmp_path / "data")
+        main(train_all(tmp_path / "data", tmp_path / "run", *ROUTER.split(), *on_ray))
+        assert contents(tmp_path / "run") == contents(local / "run")
+        judge_all(tmp_path, *on_ray)
+        figures = [json.loads((folder / "evaluated" / "results.json").read_text()) for folder in (local, tmp_path)]
+        assert figures[0]["models"] == figures[1]["models"]
+        assert contents(tmp_path, ["student"]) == contents(local, ["student"])
+        nothing_is_left(tmp_path)
 
-        def kill() -> None:
-            while len(killed) < 10:
+    def test_ten_workers_and_a_node_die(self, local, cluster, tmp_path):
+        """Workers with -9, at random moments, each time another at random; the node after half of them."""
+        out, rng, killed, stop = tmp_path / "run", random.Random(0), list[int](), threading.Event()
+
+        def kill(node: Any) -> None:
+            while len(killed) < 10 and not stop.is_set():
                 before = steps_of(out)
-                wait_until(lambda before=before: steps_of(out) > before or not thread_runs[0])
-                if not thread_runs[0]:
-                    return
-                time.sleep(rng.random() * 0.5)
-                if pids := actor_pids():
+                wait_until(lambda before=before: steps_of(out) > before or stop.is_set())
+                time.sleep(rng.random() * 0.3)
+                if pids := workers_of("Actor"):
                     killed.append(rng.choice(pids))
-                    os.kill(killed[-1], signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(killed[-1], signal.SIGKILL)
+                if len(killed) == 5:
+                    cluster.remove_node(node, allow_graceful=False)
 
-        thread_runs = [True]
-        thread = threading.Thread(target=kill)
-        thread.start()
-        try:
-            main(train_all(data, out, "--engine", "ray", "--address", cluster.address))
-        finally:
-            thread_runs[0] = False
-            thread.join()
-        report(f"workers killed while four experts and the router trained on three nodes: {len(killed)}")
-        assert len(killed) >= 5, "the training was over too soon"
-        assert contents(out) == local
+        with another_node(cluster) as node:
+            thread = threading.Thread(target=kill, args=[node])
+            thread.start()
+            try:
+                flags = ["--engine", "ray", "--address", cluster.address]
+                main(train_all(local / "data", out, *ROUTER.split(), *flags))
+            finally:
+                stop.set()
+                thread.join()
+        assert len(killed) == 10, "the training was over too soon"
+        assert contents(out) == contents(local / "run")
         nothing_is_left(out)
 
-    def test_a_node_dies(self, data, local, cluster, tmp_path):
-        out = tmp_path / "run"
-        node = cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
-        removed = []
-
-        def remove() -> None:
-            wait_until(lambda: steps_of(out) > 40)
-            cluster.remove_node(node, allow_graceful=False)
-            removed.append(steps_of(out))
-
-        thread = threading.Thread(target=remove)
-        thread.start()
-        main(train_all(data, out, "--engine", "ray", "--address", cluster.address))
-        thread.join()
-        assert removed
-        assert contents(out) == local
-        nothing_is_left(out)
-
-    def test_the_driver_is_killed(self, data, local, cluster, tmp_path):
+    def test_the_driver_is_killed(self, local, cluster, tmp_path):
         """Jobs end with it, having saved a checkpoint; the same command resumes."""
         out = tmp_path / "run"
-        command = train_all(data, out, "--engine", "ray", "--address", cluster.address)
+        flags = ["--experts", "0,3", "--engine", "ray", "--address", cluster.address]
+        command = train_all(local / "data", out, *flags)
         driver = subprocess.Popen([sys.executable, "-m", "atoll.cli.main", *command], stderr=subprocess.DEVNULL)
-        wait_until(lambda: steps_of(out) > 100)
+        wait_until(lambda: steps_of(out) > 40)
         driver.kill()
         driver.wait()
         wait_until(lambda: not pids_below(out))
         main(command)
-        assert contents(out) == local
+        chosen = ["expert_0", "expert_3"]
+        assert contents(out, chosen) == contents(local / "run", chosen)
 
-    def test_processes_of_one_expert(self, data, cluster, tmp_path):
-        """Two on one node share out the network; what they make, one process makes to rounding."""
-        flags = ["--experts", "1", "--device", "cpu", "--steps", "20", "--shard", "--cpus-per-expert", "2"]
-        main([*train_all(data, tmp_path / "two"), *flags, "--engine", "ray", "--address", cluster.address])
-        main([*train_all(data, tmp_path / "one"), "--experts", "1", "--steps", "20"])
-        about = json.loads((tmp_path / "two" / "expert_1" / "config.json").read_text())["training"]
-        assert about["processes"] == 2
-        losses = [
-            [line["loss"] for line in read_metrics(tmp_path / name / "expert_1") if "loss" in line]
-            for name in ("one", "two")
-        ]
-        assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    @pytest.mark.parametrize("gpus", [0, 1])
+    def test_a_prepare_that_loses_workers_and_a_node(self, cluster, tmp_path, monkeypatch, gpus):
+        """Ten that read and encode are killed; where a node claims a GPU, others encode, and die too."""
+        monkeypatch.setattr(prepare_module, "BATCH", 16)
+        source, settings = Source("shapes", num=1100, size=16), PrepareSettings(size=16, codec="pca:plain", flip=True)
+        killed, chance = list[int](), random.Random(0)
+
+        def kill_some(function: Any, values: Any, then: Any = None) -> Iterator[Any]:
+            engine = EngineSettings("ray", cluster.address).open("auto")
+            for i, result in enumerate(encode(engine, function, values, then)):
+                if then and i % 4 == 2 and len(killed) < 10:
+                    pids = workers_of("Caller" if gpus and len(killed) % 2 else "_call") or workers_of("_call", "IDLE")
+                    killed.append(chance.choice(pids))
+                    os.kill(killed[-1], signal.SIGKILL)
+                if then and i == 30:
+                    cluster.remove_node(node, allow_graceful=False)
+                yield result
+
+        prepare(source, tmp_path / "local", settings, 0, progress=False, device="cpu")
+        with another_node(cluster) as node, another_node(cluster, num_cpus=1, num_gpus=gpus):
+            prepare(source, tmp_path / "ray", settings, 0, progress=False, run_elsewhere=kill_some)
+        assert len(killed) == 10
+        assert_same_files(tmp_path / "local", tmp_path / "ray")
+        names = {path.name for path in (tmp_path / "ray" / "shards").iterdir()}
+        assert names == {*(f"{i:05d}.safetensors" for i in range(3)), "SHA256SUMS"}
+
+    def test_gpus_are_for_what_needs_them(self, cluster):
+        """Each of two is kept by one process that calls the second function; the first has none."""
+
+        def with_gpus(item: object) -> tuple[object, tuple[str, ...], int]:
+            return item, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]), os.getpid()
+
+        with another_node(cluster, num_cpus=1, num_gpus=2):
+            engine = EngineSettings("ray", cluster.address).open("auto")
+            results = list(engine.map(with_gpus, range(40), then=with_gpus))
+        first, second = zip(*((result[0][1], result[1]) for result in results), strict=True)
+        assert set(first) == {()}
+        assert set(second) == {("0",), ("1",)}
+        assert len({result[2] for result in results}) == 2
+        assert [result[0][0] for result in results] == list(range(40))
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_evaluation(data, cluster, tmp_path):
-    """Two models, judged on the cluster: the figures of one process."""
-    small = ["--steps", "10", "--router.steps", "10"]
-    main([*train_all(data, tmp_path / "run"), *small])
-    experts = [str(tmp_path / "run" / part) for part in PARTS[:4]]
-    model = str(tmp_path / "model")
-    main(["assemble", *experts, "--router", str(tmp_path / "run" / "router"), "--data", str(data), "--out", model])
-    flags = ["--num", "20", "--features", "simple", "--metrics", "frechet", "kernel", "--steps", "4", "--device", "cpu"]
-    evaluate = partial(lambda out, *more: main(["evaluate", model, str(data), *flags, "--out", str(out), *more]))
-    evaluate(tmp_path / "here")
-    evaluate(tmp_path / "there", "--engine", "ray", "--address", cluster.address)
-    figures = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("here", "there")]
-    assert figures[0] == figures[1]
+def test_processes_of_one_expert(local, cluster, tmp_path):
+    """Two on one node share out the network; what they make, one process makes to rounding."""
+    flags = ["--experts", "1", "--steps", "20", "--shard"]
+    on_ray = ["--cpus-per-expert", "2", "--engine", "ray", "--address", cluster.address]
+    main([*train_all(local / "data", tmp_path / "two"), *flags, *on_ray])
+    main([*train_all(local / "data", tmp_path / "one"), *flags])
+    about = json.loads((tmp_path / "two" / "expert_1" / "config.json").read_text())["training"]
+    assert about["processes"] == 2
+    losses = [
+        [line["loss"] for line in read_metrics(tmp_path / name / "expert_1") if "loss" in line]
+        for name in ("one", "two")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

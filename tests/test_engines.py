@@ -24,7 +24,6 @@ from atoll.engines.engine import Job, Resources, Run, latest_metrics
 from atoll.engines.local import Local, find_slots, in_order
 from atoll.engines.train_all import parse_by_number, parse_objectives
 from atoll.errors import InputError
-from clusters import ray_cluster
 
 CHILD = """
 import json, os, signal, sys, time
@@ -74,12 +73,6 @@ def job(tmp_path) -> MakeJob:
     return make
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with ray_cluster() as cluster:
-        yield cluster.address
-
-
 @pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.cluster])])
 def run(request) -> Callable[..., list[Run]]:
     """Runs jobs, so many at a time, on either engine."""
@@ -87,7 +80,7 @@ def run(request) -> Callable[..., list[Run]]:
         return lambda jobs, num=1: Local("cpu", num).run(jobs, progress=False)
     from atoll.engines.ray import Ray
 
-    engine = Ray(request.getfixturevalue("address"), "cpu")
+    engine = Ray(request.getfixturevalue("cluster").address, "cpu")
 
     def on_ray(jobs: list[Job], num: int = 1) -> list[Run]:
         engine.at_a_time = num
@@ -294,7 +287,7 @@ class TestRuns:
             run(jobs, 1)
         assert (tmp_path / "precious").read_text() == "mine"
 
-    def test_what_a_process_says_last_does_not_reach_the_terminal_raw(self, run, job, capsys):
+    def test_what_a_process_says_last_does_not_reach_the_terminal_raw(self, job, capsys):
         each = job(0, "print('atoll: \\x1b]0;title\\x07 is wrong', file=sys.stderr)", "sys.exit(2)")
         with pytest.raises(InputError):
             Local("cpu", 1).run([each])

@@ -1,6 +1,7 @@
 """A network shared out to processes (FSDP2): it learns what one process teaches it, and any number can resume it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,38 @@ def test_any_number_resumes(train, one, two, tmp_path, processes):
         worst = max(abs(a - b) for a, b in zip(losses(one), losses(folder), strict=True))
         assert worst < 1e-5
         assert Expert.load(folder).network.card["training"]["processes"] == processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_memory(data, tmp_path, report):
+    """Of what a process has beyond its libraries, where the network is most of it: 60M parameters, batches of 4."""
+    program = """
+import sys
+import accelerate, torch.distributed.fsdp, torch.distributed.tensor
+from atoll.cli.main import main
+from atoll.training.memory import measure_base, peak_resident
+base = measure_base()
+main(sys.argv[1:])
+print("grown by", peak_resident() - base)
+"""
+    (tmp_path / "train.py").write_text(program)
+    flags = ["--model", "384x24/4", "--steps", "2", "--batch", "4", "--sample-every", "0", "--device", "cpu"]
+    peaks = {}
+    for processes in (1, 2):
+        launcher = [*TORCHRUN, f"--nproc-per-node={processes}"] if processes > 1 else [sys.executable]
+        command = ["train", str(data), *flags, "--shard", "--out", str(tmp_path / "run")]
+        run = subprocess.run(
+            [*launcher, str(tmp_path / "train.py"), *command], capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        found = re.findall(r"grown by (\d+)", run.stdout)
+        assert len(found) == processes
+        peaks[processes] = max(map(int, found))
+        shutil.rmtree(tmp_path / "run")
+    one, two = (peaks[processes] / 1e9 for processes in (1, 2))
+    report(f"peak memory of 60M parameters: {one:.2f} GB alone, {two:.2f} GB each of two: {two / one:.2f}x")
+    assert two < 0.6 * one
 
 
 def test_the_text_is_read_in_blocks_to_the_same_bits():

@@ -185,6 +185,24 @@ def test_a_run_that_was_cut_short_is_resumed(bucket, tmp_path, monkeypatch):
         prepare(Source("shapes", num=301, size=16), out, SETTINGS, 0, progress=False)
 
 
+def test_two_runs_that_begin_at_once(bucket, tmp_path, monkeypatch):
+    """The second finds the card of the first, which came while it fitted its codec; the first loses nothing."""
+    import atoll.data.prepare as module
+
+    make, out = module.make_codec, f"{bucket}/at-once/data"
+
+    def make_late(*args, **options):
+        monkeypatch.setattr(module, "make_codec", make)
+        prepare(Source("shapes", num=40, size=16), out, SETTINGS, 0, progress=False)
+        return make(*args, **options)
+
+    monkeypatch.setattr(module, "make_codec", make_late)
+    with pytest.raises(InputError, match="was begun otherwise"):
+        prepare(Source("shapes", num=41, size=16), out, SETTINGS, 0, progress=False)
+    prepare(Source("shapes", num=40, size=16), tmp_path / "data", SETTINGS, 0, progress=False)
+    assert_same_files(tmp_path / "data", out)
+
+
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
     home = tmp_path_factory.mktemp("shapes")

@@ -337,6 +337,11 @@ class StorePath(PosixPath):
         store, key = self._at
         store.put_file(key, path)
 
+    def create(self, content: bytes) -> bool:
+        """Writes the object unless there is one; see Store.create."""
+        store, key = self._at
+        return store.create(key, content)
+
     def download(self, path: Path, on_bytes: Callable[[int], object] = lambda num: None) -> None:
         store, key = self._at
         store.get_to_file(key, path, on_bytes)

@@ -244,7 +244,19 @@ def write_lines(path: Path, lines: Iterable[str], end: str = "\n") -> None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    write_text(path, json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, _as_json(values))
+
+
+def create_json(path: Path, values: Any) -> None:
+    """Writes a file of a folder that this process holds; in an object store, which none holds, unless there is one."""
+    if isinstance(path, StorePath):
+        path.create(_as_json(values).encode("utf-8", "backslashreplace"))
+    else:
+        write_json(path, values)
+
+
+def _as_json(values: Any) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def remove_tree(folder: Path) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import tyro
 
+from atoll.engines.settings import EngineSettings
+from atoll.errors import InputError
 from atoll.training.settings import DistillSettings
 
 
@@ -15,6 +17,9 @@ def distill(
     settings: Annotated[DistillSettings, tyro.conf.arg(name="")],
     init: Path | None = None,
     allow_missing: bool = False,
+    engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
+    cpus: int = 1,
+    gpus: int | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -26,6 +31,7 @@ def distill(
       atoll distill model data --student b/2 --out dense
       atoll distill model data --student mini --guidance 4 --out dense
       atoll distill model data --teacher router --max-resident 1 --init model/expert_0 --out dense
+      atoll distill /shared/model /shared/data --student b/2 --engine ray --gpus 8 --out /shared/dense
       atoll assemble dense --data data --out dense-model
 
     Args:
@@ -36,6 +42,9 @@ def distill(
         init: A folder with first weights: an expert of the teacher, or what `atoll convert` has made.
         allow_missing: Do without experts that the teacher lacks: pictures of their clusters are left out, or what the
             router gives to them goes to the others.
+        engine: Where it runs: local, in this process; ray, as a job on a node that has room for it.
+        cpus: Cores of the job on Ray; with --device cpu, a process for every --threads of them.
+        gpus: GPUs of the job on Ray, with a process per GPU; one by default where there are any.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [student]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
@@ -44,4 +53,18 @@ def distill(
     from atoll.training.distill import distill as train_student
 
     del recipe  # read before the flags were: main.py
+    if engine.engine == "ray":
+        from atoll.engines.engine import Resources
+        from atoll.engines.train_all import Part, train_one
+        from atoll.object_store import place_of
+
+        if dry_run:
+            raise InputError("--dry-run looks at this machine: leave --engine out")
+        student = Part(
+            "student", out, settings, place_of(data), init=init, teacher=Path(model), allow_missing=allow_missing
+        )
+        print(*train_one(student, engine.open(settings.device), Resources(cpus, gpus)), sep="\n")
+        return
+    if (cpus, gpus) != (1, None):
+        raise InputError("--cpus and --gpus are of a job on a cluster: add --engine ray, or use `accelerate launch`")
     print(*train_student(model, local_copy(data), settings, out, init, allow_missing, dry_run=dry_run), sep="\n")

@@ -1,5 +1,6 @@
 """`atoll prepare`."""
 
+from functools import partial
 from typing import Annotated
 
 import tyro
@@ -53,10 +54,11 @@ def prepare(
     """
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source
+    from atoll.engines.engine import encode
 
     del recipe  # read before the flags were: main.py
     place = Source(source, template, num, settings.size, seed, caption_column)
-    elsewhere = engine.open(device).map if engine.engine == "ray" else None
+    elsewhere = partial(encode, engine.open(device)) if engine.engine == "ray" else None
     card = make(place, out, settings, workers, device=device, run_elsewhere=elsewhere)
     counts, shape = card.counts, "x".join(map(str, card.latent_shape))
     print(f"{out}: {counts.rows} images ({counts.held_out} held out), {counts.rejected} rejected, latents {shape}")

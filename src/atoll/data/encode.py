@@ -32,9 +32,18 @@ Encoded = tuple[list[Sample], Columns]
 
 
 class Map(Protocol):
-    """Yields function(value) of each value in order, computed in other processes, perhaps of other machines."""
+    """Yields function(value) of each value in order, computed in other processes, perhaps of other machines.
 
-    def __call__(self, function: "EncodeItems", values: Iterator[list[Item]], /) -> Iterator[Encoded]: ...
+    `then` is called with what the function returns, perhaps elsewhere: where there is a GPU.
+    """
+
+    def __call__(
+        self,
+        function: "ReadItems",
+        values: Iterator[list[Item]],
+        /,
+        then: "EncodeSamples | None" = None,
+    ) -> Iterator[Any]: ...
 
 
 class Encoders(NamedTuple):
@@ -81,34 +90,42 @@ class Encoders(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EncodeItems:
-    """Reads and encodes items in whatever process, which keeps what it has loaded for the next of them.
+class ReadItems:
+    """Reads the images of items in whatever process sees them."""
 
-    It carries the codec's files, which a machine elsewhere does not have: as arrays, since Ray shares these between
-    processes without a copy.
-    """
-
-    settings: PrepareSettings
     transform: Transform
-    num_captions: int
-    device: str
-    files: Mapping[str, NDArray[np.uint8]]  # of the codec
-    key: str  # names this run
 
-    @classmethod
-    def of(cls, folder: Path, **values: Any) -> "EncodeItems":
-        """Returns one with the codec that is in a folder."""
-        paths = [path for path in sorted((folder / "vae").rglob("*")) if path.is_file()]
-        return cls(files={str(path.relative_to(folder)): np.fromfile(path, np.uint8) for path in paths}, **values)
-
-    def __call__(self, items: list[Item]) -> Encoded:
+    def __call__(self, items: list[Item]) -> list[Sample]:
         for place in {item.where[1] for item in items if item.where and item.where[0] in ("file", "span", "row")}:
             if not is_url(place) and not exists(Path(place)):
                 raise InputError(
                     f"a worker of the cluster does not see {place}: put the images into an object store, "
                     "or into a folder that all machines share"
                 )
-        samples = read_items(items, self.transform)
+        return read_items(items, self.transform)
+
+
+@dataclass(frozen=True)
+class EncodeSamples:
+    """Encodes images in whatever process, which keeps what it has loaded for the next of them.
+
+    It carries the codec's files, which a machine elsewhere does not have: as arrays, since Ray shares these between
+    processes without a copy.
+    """
+
+    settings: PrepareSettings
+    num_captions: int
+    device: str
+    files: Mapping[str, NDArray[np.uint8]]  # of the codec
+    key: str  # names this run
+
+    @classmethod
+    def of(cls, folder: Path, **values: Any) -> "EncodeSamples":
+        """Returns one with the codec that is in a folder."""
+        paths = [path for path in sorted((folder / "vae").rglob("*")) if path.is_file()]
+        return cls(files={str(path.relative_to(folder)): np.fromfile(path, np.uint8) for path in paths}, **values)
+
+    def __call__(self, samples: list[Sample]) -> Encoded:
         rows = [(item, image) for item, image in samples if image is not None]
         columns = self._encoders().encode(rows) if rows else {}
         nothing = np.empty(0, np.uint8)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, islice, tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +31,7 @@ from tqdm import tqdm
 
 from atoll.cards import DATASET, FORMAT, BegunDatasetCard, Counts, DatasetCard, PrepareCard, SourceCard, require_same
 from atoll.data.duplicates import Duplicates
-from atoll.data.encode import Columns, Encoded, EncodeItems, Encoders, Map, Row, to_tensor
+from atoll.data.encode import Columns, Encoded, Encoders, EncodeSamples, Map, ReadItems, Row, to_tensor
 from atoll.data.images import Transform
 from atoll.data.settings import PrepareSettings
 from atoll.data.shards import HELD_OUT, MORE, TRAIN, Shard, write_shard, write_sums
@@ -43,7 +44,7 @@ from atoll.encoders.text import TextEncoder, make_text_encoder
 from atoll.encoders.vae import VAE
 from atoll.errors import InputError, printable, shown
 from atoll.object_store import StorePath, download, place_of, upload
-from atoll.storage import digest_of, read_json, remove_tree, work_folder, write_json, write_lines
+from atoll.storage import create_json, digest_of, read_json, remove_tree, work_folder, write_json, write_lines
 from atoll.tensors import get_device
 
 CHUNK = 512  # items per shard; fewer where they are so large that more would not fit into 50 MB
@@ -181,12 +182,14 @@ def prepare(
         if num_workers is None:
             num_workers = 0 if listed.items < CHUNK else os.cpu_count() or 1
         chunk = min(CHUNK, max(64, (1 << 24) // max(settings.size, features.size) ** 2))
-        with readers(num_workers, transform_of(settings, features.size), chunk) as read:
+        transform = transform_of(settings, features.size)
+        with _readers(num_workers, transform, chunk, run_elsewhere) as read:
             if not (local / "vae").exists():
                 images = _read_sample(source, sample, read, progress) if needs_sample(settings.codec) else None
                 codec = make_codec(settings.codec, sample=images, progress=progress)
                 codec.latent_shape(settings.size)
-                write_json(out / DATASET, begun.values())
+                create_json(out / DATASET, begun.values())
+                _begin(out, listed, settings, text, features)  # or another run began there at the same moment
                 _save_whole(local, codec)
                 if local != out:
                     upload(local / "vae", out / "vae", last="config.json")
@@ -203,9 +206,8 @@ def prepare(
                         writer.add(chain([first], islice(samples, num - 1)), bar.update)
                 else:
                     about = {"num_captions": listed.captions, "device": device, "key": uuid4().hex}
-                    transform = transform_of(settings, features.size)
-                    function = EncodeItems.of(local, settings=settings, transform=transform, **about)
-                    for parts in _encode_elsewhere(items, num, function, run_elsewhere):
+                    then = EncodeSamples.of(local, settings=settings, **about)
+                    for parts in _encode_elsewhere(items, num, partial(run_elsewhere, ReadItems(transform), then=then)):
                         writer.add_encoded(parts, bar.update)
         if not writer.counts["rows"]:
             faults = Counter(json.loads(line)["reason"] for line in writer.rejected())
@@ -232,13 +234,26 @@ def _begin_anew(out: Path) -> None:
     (out / DATASET).unlink()
 
 
+@contextmanager
+def _readers(
+    num_workers: int, transform: Transform, num_ahead: int, run_elsewhere: Map | None
+) -> Iterator[Callable[[Iterable[Item]], Samples]]:
+    """Yields a function that reads items in their order, by processes of this machine or elsewhere."""
+    if run_elsewhere is None:
+        with readers(num_workers, transform, num_ahead) as read:
+            yield read
+    else:
+        elsewhere = partial(run_elsewhere, ReadItems(transform))
+        yield lambda items: chain.from_iterable(elsewhere(batched(items, BATCH)))
+
+
 def _encode_elsewhere(
-    items: Iterator[Item], num: int, function: EncodeItems, run_elsewhere: Map
+    items: Iterator[Item], num: int, encode: Callable[[Iterator[list[Item]]], Iterator[Encoded]]
 ) -> Iterator[Iterator[Encoded]]:
     """Yields the parts of one shard of `num` items after the other, each of which must be taken before the next."""
     size = max(1, min(BATCH, num // 4))
     ahead, behind = tee(list(batched(some, size)) for some in batched(items, num))
-    encoded = run_elsewhere(function, chain.from_iterable(ahead))
+    encoded = encode(chain.from_iterable(ahead))
     return (islice(encoded, len(parts)) for parts in behind)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tqdm import tqdm
 
@@ -72,13 +72,36 @@ class Engine(Protocol):
         """
 
     def map(
-        self, function: Callable[[Item], Result], items: Iterable[Item], resources: Resources = USUAL
-    ) -> Iterator[Result]:
+        self,
+        function: Callable[[Item], Result],
+        items: Iterable[Item],
+        resources: Resources = USUAL,
+        then: Callable[[Any], Any] | None = None,
+    ) -> Iterator[Any]:
         """Yields function(item) of each item, in order; few are read ahead of what is taken.
 
         Each is computed in another process, perhaps again if that dies: what it writes must be written whole. An
-        InputError that the function raises is raised here.
+        InputError that the function raises is raised here. `then` is called with what the function returns. Where
+        there are GPUs that is the work of processes which keep one each, and the function has CPUs alone.
         """
+
+
+def encode(
+    engine: Engine, read: Callable[[Any], Any], items: Iterable[Any], then: Callable[[Any], Any] | None = None
+) -> Iterator[Any]:
+    """Yields what an engine makes of items of `prepare`: reading alone needs no GPU."""
+    return engine.map(read, items, Resources(gpus=None if then else 0), then)
+
+
+@dataclass(frozen=True)
+class Both:
+    """Calls one function with what another returns, in one process."""
+
+    function: Callable[[Any], Any]
+    then: Callable[[Any], Any]
+
+    def __call__(self, item: Any) -> Any:
+        return self.then(self.function(item))
 
 
 class Look(NamedTuple):

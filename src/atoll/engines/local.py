@@ -16,10 +16,12 @@ from contextlib import suppress
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
+from typing import Any
 
 from atoll.engines.engine import (
     TAIL,
     USUAL,
+    Both,
     Item,
     Job,
     Look,
@@ -67,15 +69,20 @@ class Local:
         return run_jobs(jobs, start, progress)
 
     def map(
-        self, function: Callable[[Item], Result], items: Iterable[Item], resources: Resources = USUAL
-    ) -> Iterator[Result]:
+        self,
+        function: Callable[[Item], Result],
+        items: Iterable[Item],
+        resources: Resources = USUAL,
+        then: Callable[[Any], Any] | None = None,
+    ) -> Iterator[Any]:
         slots, context = self.slots(resources), get_context("spawn")
+        call = function if then is None else Both(function, then)
         environments = context.SimpleQueue()
         for slot in slots:
             environments.put(dict(slot))
         try:
             with ProcessPoolExecutor(len(slots), context, _begin, (environments,)) as pool:
-                yield from in_order(lambda item: pool.submit(function, item), Future.result, items, 2 * len(slots))
+                yield from in_order(lambda item: pool.submit(call, item), Future.result, items, 2 * len(slots))
         except BrokenProcessPool as error:
             raise InputError(
                 "a process was killed, perhaps for lack of memory: rerun the same command to resume, with fewer images "

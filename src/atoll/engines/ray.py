@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.engines.engine import GRACE, MAX_LOSSES, USUAL, Item, Job, Look, Resources, Result, Run, run_jobs
+from atoll.engines.engine import GRACE, MAX_LOSSES, USUAL, Both, Item, Job, Look, Resources, Result, Run, run_jobs
 from atoll.engines.local import LocalProcess, in_order
 from atoll.errors import InputError
 from atoll.storage import alone, reason_of
@@ -118,12 +118,30 @@ class Ray:
         return run_jobs(jobs, start, progress)
 
     def map(
-        self, function: Callable[[Item], Result], items: Iterable[Item], resources: Resources = USUAL
-    ) -> Iterator[Result]:
-        needed = self._needed(resources)
-        ahead = 2 * max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
-        task = self.ray.remote(_call).options(**needed, max_retries=MAX_LOSSES)
+        self,
+        function: Callable[[Item], Result],
+        items: Iterable[Item],
+        resources: Resources = USUAL,
+        then: Callable[[Any], Any] | None = None,
+    ) -> Iterator[Any]:
+        gpus = self._needed(resources)["num_gpus"]
+        num_workers = max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
+        encoders: list[_Encoder] = []
+        if then is not None and gpus:
+            free = self.ray.available_resources().get("GPU", 0)  # those of other jobs are not waited for
+            sent = self.ray.put(then)
+            encoders = [_Encoder(self.ray, sent, gpus) for _ in range(max(1, int(free // gpus)))]
+            num_workers += len(encoders)
+            resources = replace(resources, gpus=0)
+        elif then is not None:
+            function = Both(function, then)
+        task = self.ray.remote(_call).options(**self._needed(resources), max_retries=MAX_LOSSES)
         here, shared = str(Path.cwd()), self.ray.put(function)
+
+        def submit(item: Item) -> Any:
+            reference = task.remote(here, shared, item)
+            # What was read stays in the object store of its node until an encoder fetches it.
+            return min(encoders, key=lambda encoder: encoder.num_waiting).submit(reference) if encoders else reference
 
         def result(reference: Any) -> Any:
             try:
@@ -136,7 +154,11 @@ class Ray:
                     "for what ends it in the cluster's logs, often a lack of memory, and rerun the same command"
                 ) from error
 
-        yield from in_order(lambda item: task.remote(here, shared, item), result, items, ahead)
+        try:
+            yield from in_order(submit, result, items, 2 * num_workers)
+        finally:
+            for encoder in encoders:
+                encoder.end()
 
 
 def _call(folder: str, function: Callable[[Item], Result], item: Item) -> Result:
@@ -147,6 +169,40 @@ def _call(folder: str, function: Callable[[Item], Result], item: Item) -> Result
     with suppress(OSError):
         os.chdir(folder)
     return function(item)
+
+
+class Caller:
+    """Runs on a node: a function that loads a network the first time, and keeps it."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def call(self, result: Any) -> Any:
+        return self._function(result)
+
+
+class _Encoder:
+    """An actor that keeps GPUs for a function. Should it die, Ray starts it again and repeats what it had not done."""
+
+    def __init__(self, ray: Any, function: Any, gpus: float) -> None:
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": MAX_LOSSES}
+        self._ray, self._actor = ray, ray.remote(Caller).options(**options).remote(function)
+        self._waiting: list[Any] = []
+
+    @property
+    def num_waiting(self) -> int:
+        if self._waiting:
+            _, self._waiting = self._ray.wait(
+                self._waiting, num_returns=len(self._waiting), timeout=0, fetch_local=False
+            )
+        return len(self._waiting)
+
+    def submit(self, reference: Any) -> Any:
+        self._waiting.append(self._actor.call.remote(reference))
+        return self._waiting[-1]
+
+    def end(self) -> None:
+        self._ray.kill(self._actor)
 
 
 class Actor:

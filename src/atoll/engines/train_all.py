@@ -14,7 +14,7 @@ from atoll.data.local_copy import local_copy
 from atoll.data.shards import Dataset
 from atoll.data.view import refuse_inside
 from atoll.diffusion.objective import get_objective
-from atoll.engines.engine import USUAL, Engine, Job, Resources
+from atoll.engines.engine import USUAL, Engine, Job, Resources, Run
 from atoll.engines.local import Local, Slot
 from atoll.errors import InputError
 from atoll.storage import read_json, work_folder
@@ -41,6 +41,7 @@ class Part(NamedTuple):
     cluster: int | None = None  # of an expert; None: all of the data
     init: "Part | Path | None" = None  # whose weights it starts from
     teacher: Path | None = None  # of a student
+    allow_missing: bool = False  # of the teacher's experts
     mirror: str | None = None  # a URL where its folder is kept too
 
     @property
@@ -57,9 +58,9 @@ class Part(NamedTuple):
         """Returns the verb of the command line, with its arguments."""
         if isinstance(self.settings, RouterSettings):
             return ["train-router", str(self.data)]
-        if self.teacher is not None:
-            return ["distill", str(self.teacher), str(self.data)]
         init = [] if self.init is None else ["--init", str(self.init_folder)]
+        if self.teacher is not None:
+            return ["distill", str(self.teacher), str(self.data), *init, *["--allow-missing"] * self.allow_missing]
         return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
 
     def make_task(self, device: torch.device) -> CaptionedTask:
@@ -131,14 +132,21 @@ def train_all(
         for part in parts:
             if part.mirror:  # what was trained on a node that shares no folder with this machine
                 Mirror(part.mirror, part.folder).restore(state=False)
-    lines = [f"{out}: {sum(run.status == 'done' for run in runs)} of {len(runs)} are trained"]
-    for run in runs:
-        loss = ""
-        if run.status == "done":
-            card = read_json(run.job.folder / "config.json", "train it again")
-            loss = f", held-out loss {card['training']['held_out']['loss']:.4f}"
-        lines.append(f"  {run.job.name:16} {run.status} at step {run.step}{loss}")
-    return lines
+    return [f"{out}: {sum(run.status == 'done' for run in runs)} of {len(runs)} are trained", *map(_line, runs)]
+
+
+def train_one(part: Part, engine: Engine, resources: Resources = USUAL, progress: bool = True) -> Sequence[str]:
+    """Trains one part wherever the engine finds room for it; returns a line for the user."""
+    refuse_inside(part.folder, part.data)
+    return [f"{part.folder}:", *map(_line, engine.run([part.job(resources)], progress))]
+
+
+def _line(run: Run) -> str:
+    loss = ""
+    if run.status == "done":
+        card = read_json(run.job.folder / "config.json", "train it again")
+        loss = f", held-out loss {card['training']['held_out']['loss']:.4f}"
+    return f"  {run.job.name:16} {run.status} at step {run.step}{loss}"
 
 
 def _preview(parts: Sequence[Part], slots: Sequence[Slot], device: torch.device) -> list[str]:

@@ -259,7 +259,7 @@ class Learner:
         # One graph per length of texts; what measures on held-out data is not compiled.
         network: Any = torch.compile(self.network, fullgraph=True, dynamic=False) if settings.compile else self.network
         self.wrapped = distributed.wrap(network)
-        self.heap = Heap(settings.checkpointing, enabled=device.type == "cpu")
+        self.heap = Heap(settings.checkpointing or distributed.is_sharded, enabled=device.type == "cpu")
 
     def backward(self, batch: Batch, host: Batch) -> Tensor:
         """Computes gradients one micro-batch at a time; returns the mean loss and gradient norm over processes."""

@@ -34,7 +34,7 @@ HOLES = {"cpu": 0.15, "cuda": 0.1}
 """What an allocator cannot use again, as a share of what an update asks of it: glibc's on average, CUDA's assumed."""
 HEAP_TOP = 64 * 2**20  # what glibc keeps at the end of its heap
 GROWTH = 1.1  # of a process, from which on its heap is tidied
-MAPPED = 2**20  # with checkpointing, blocks from here on are given back as soon as they are free
+MAPPED = 2**20  # with checkpointing or sharding, blocks from here on are given back as soon as they are free
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def predict(
         update += 3 * block - gradients + gradients // processes
     holes = round(HOLES[device_type] * update)
     if device_type == "cpu":
-        holes = 0 if settings.checkpointing else holes + min(update, HEAP_TOP)
+        holes = 0 if settings.checkpointing or is_sharded else holes + min(update, HEAP_TOP)
     holes += gradients if processes > 1 and not is_sharded else 0  # buckets
     return Memory(base, frozen, weights, update, holes, round((1 + HOLES[device_type]) * drawing))
 
@@ -184,15 +184,16 @@ class Heap:
     What is left of an aligned block does not hold another of its size, so its heap fills with holes: over a hundred
     updates it grew to four times what was in use. When it has grown by a tenth, the holes are given back.
 
-    With checkpointing, activations come and go between those that stay, and the holes of one update are as large as
-    what is saved. Then large blocks are given back as soon as they are free, which takes a third to half more time.
+    With checkpointing, activations come and go between those that stay, and with sharding whole blocks between their
+    rows: the holes of one update are as large as what is saved. Then large blocks of memory are `mapped`, given back as
+    soon as they are free, which takes a third to half more time.
     """
 
-    def __init__(self, checkpointing: bool = False, enabled: bool = True) -> None:
+    def __init__(self, mapped: bool = False, enabled: bool = True) -> None:
         libc = ctypes.CDLL(None) if enabled else None
         self._trim = getattr(libc, "malloc_trim", None)
         self._updates, self._limit = 0, math.inf
-        if self._trim is not None and checkpointing:
+        if self._trim is not None and mapped:
             libc.mallopt(-3, MAPPED)  # type: ignore[union-attr]  # M_MMAP_THRESHOLD, which would rise to 32 MB
 
     def tidy(self) -> None:
