@@ -1,6 +1,6 @@
 """`atoll train` from an object store against the same data on the local disk: seconds of whole runs, interleaved.
 
-    python benchmarks/train_store.py s3://bucket/data [--cluster 0] [--steps 400] [--batch 64] [--rounds 2]
+    python benchmarks/train_store.py s3://bucket/data [--cluster 0] [--model mini] [--steps 400] [--rounds 2]
 
 The data is partitioned. Each run from the store begins with an empty cache, so the copy of the cluster is within the
 time that is measured; the local runs read a copy that is made before.
@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--cluster", type=int, default=0)
+    parser.add_argument("--model", default="mini")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
@@ -36,7 +37,8 @@ def main() -> None:
 
         def seconds(data: object, name: str) -> tuple[float, float]:
             """Of the clock, and of the processor, which the rest of the machine disturbs less."""
-            flags = ["--cluster", args.cluster, "--steps", args.steps, "--batch", args.batch, "--model", "mini"]
+            flags = ["--cluster", args.cluster, "--steps", args.steps, "--batch", args.batch]
+            flags += ["--model", args.model, "--sample-every", "0"]
             command = [sys.executable, "-m", "atoll", "train", data, *flags, "--out", f"{home}/{name}"]
             environment = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache-{name}"}
             start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)

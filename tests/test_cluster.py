@@ -26,9 +26,11 @@ from atoll.data.sources import Source
 from atoll.engines.engine import Job, Resources, encode
 from atoll.engines.ray import Actor
 from atoll.engines.settings import EngineSettings
+from atoll.engines.train_all import Part
 from atoll.errors import InputError
 from atoll.training.metrics_log import read_metrics
-from clusters import ray_cluster
+from atoll.training.settings import DistillSettings
+from clusters import NODE, patiently, ray_cluster
 from test_engines import is_alive
 from test_store_data import assert_same_files
 
@@ -78,6 +80,20 @@ class TestMistakes:
             EngineSettings(address="10.0.0.1:6379")
         with pytest.raises(InputError, match="--at-a-time must be at least 1"):
             EngineSettings(at_a_time=0)
+
+    def test_flags_of_a_student(self, capsys):
+        of_a_cluster, of_this_machine = ["--cpus", "2"], ["--engine", "ray", "--dry-run"]
+        for flags, message in (
+            (of_a_cluster, "--cpus and --gpus are of a job on a cluster: add --engine ray"),
+            (of_this_machine, "--dry-run looks at this machine: leave --engine out"),
+        ):
+            with pytest.raises(SystemExit):
+                main(["distill", "model", "data", "--out", "out", *flags])
+            assert message in capsys.readouterr().err
+        part = Part("student", Path("out"), DistillSettings(), Path("data"), init=Path("first"), teacher=Path("model"))
+        assert part._replace(allow_missing=True).verb == [
+            "distill", "model", "data", "--init", "first", "--allow-missing"
+        ]  # fmt: skip
 
     def test_a_node_that_does_not_share_the_folder(self, tmp_path):
         job = Job("a", [sys.executable, "-c", "pass"], tmp_path / "elsewhere", 5)
@@ -204,7 +220,7 @@ def nothing_is_left(out: Path) -> None:
 @contextmanager
 def another_node(cluster, **options: object) -> Iterator[Any]:
     """Yields one more node of the cluster, which may be removed in the meantime."""
-    node = cluster.add_node(**{"num_cpus": 2, "object_store_memory": 80 << 20, **options})
+    node = patiently(lambda: cluster.add_node(**{**NODE, **options}))
     try:
         yield node
     finally:
@@ -309,6 +325,7 @@ class TestBits:
 
         with another_node(cluster, num_cpus=1, num_gpus=2):
             engine = EngineSettings("ray", cluster.address).open("auto")
+            wait_until(lambda: ray.available_resources().get("GPU") == 2)
             results = list(engine.map(with_gpus, range(40), then=with_gpus))
         first, second = zip(*((result[0][1], result[1]) for result in results), strict=True)
         assert set(first) == {()}
