@@ -126,7 +126,7 @@ def prepare_all(out: Path, *flags: str) -> None:
     """The demo's data, of fewer images, and its four clusters."""
     main(["prepare", "avatars", "--num", "400", "--size", "32", "--near-duplicates", "keep", "--device", "cpu",
           "--workers", "0", "--out", str(out), *flags])  # fmt: skip
-    main(["partition", str(out), "--experts", "4", "--cap", "1.3"])
+    main(["partition", str(out), "--experts", "4"])
 
 
 def train_all(data: Path, out: Path, *flags: str) -> list[str]:
