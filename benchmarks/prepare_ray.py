@@ -91,7 +91,7 @@ def by_ray_data(function: Any, values: Iterator[Any], then: Callable[[Any], Any]
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     ray.data.DataContext.get_current().enable_progress_bars = False
     wrapped = [{"value": Opaque(value)} for value in values]  # it takes no generator that another must follow
-    pipeline = ray.data.from_items(wrapped, override_num_blocks=len(wrapped))
+    pipeline: Any = ray.data.from_items(wrapped, override_num_blocks=len(wrapped))
     for step in (function, then) if then else (function,):
         pipeline = pipeline.map(Step(step))
     for row in pipeline.iter_rows():
