@@ -4,6 +4,9 @@
 
 DATA is what `atoll prepare` and `atoll partition --experts 4` have made. Rates are what the experts log, and of whole
 commands with all that starts before the first step; a Ray cluster of one node is started before.
+
+Two cores, nothing else running, `--steps 150`: the experts log 244 samples/s on the local engine, 243 and 239 on Ray
+(0.99x); of whole commands 319, and 310 and 304 (0.96x). The time ended before a second run of the local engine.
 """
 
 import argparse

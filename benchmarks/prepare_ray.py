@@ -6,6 +6,9 @@ The images are JPEGs in tar files, written before; with --pixels 0 they are draw
 cluster has as many CPUs as the machine and is started before; its workers start, and load torch, within the time that
 is measured. Both make the same bytes, which is checked. With --ray-data, the same functions are run by a pipeline of
 Ray Data too (`pip install pandas`).
+
+`--num 3000 --rounds 1 --ray-data`, two cores at a load of 24, images per second by the clock and per second of CPU:
+local 52 and 205, Ray 59 and 221 (1.14x and 1.08x), Ray Data 49 and 154 (0.93x and 0.75x).
 """
 
 import argparse
