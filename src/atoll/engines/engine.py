@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
@@ -29,8 +29,7 @@ GRACE = 60.0  # seconds to save a checkpoint in, before a process is killed
 TAIL = 1 << 13  # bytes of metrics or of a log that are looked at
 LARGEST = 1e30  # of a figure that is shown
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Function = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,7 @@ class Engine(Protocol):
         """
 
     def map(
-        self,
-        function: Callable[[Item], Result],
-        items: Iterable[Item],
-        resources: Resources = USUAL,
-        then: Callable[[Any], Any] | None = None,
+        self, function: Function, items: Iterable[Any], resources: Resources = USUAL, then: Function | None = None
     ) -> Iterator[Any]:
         """Yields function(item) of each item, in order; few are read ahead of what is taken.
 
@@ -86,9 +81,7 @@ class Engine(Protocol):
         """
 
 
-def encode(
-    engine: Engine, read: Callable[[Any], Any], items: Iterable[Any], then: Callable[[Any], Any] | None = None
-) -> Iterator[Any]:
+def encode(engine: Engine, read: Function, items: Iterable[Any], then: Function | None = None) -> Iterator[Any]:
     """Yields what an engine makes of items of `prepare`: reading alone needs no GPU."""
     return engine.map(read, items, Resources(gpus=None if then else 0), then)
 
@@ -97,8 +90,8 @@ def encode(
 class Both:
     """Calls one function with what another returns, in one process."""
 
-    function: Callable[[Any], Any]
-    then: Callable[[Any], Any]
+    function: Function
+    then: Function
 
     def __call__(self, item: Any) -> Any:
         return self.then(self.function(item))

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -22,11 +22,10 @@ from atoll.engines.engine import (
     TAIL,
     USUAL,
     Both,
-    Item,
+    Function,
     Job,
     Look,
     Resources,
-    Result,
     Run,
     is_complete,
     latest_metrics,
@@ -69,11 +68,7 @@ class Local:
         return run_jobs(jobs, start, progress)
 
     def map(
-        self,
-        function: Callable[[Item], Result],
-        items: Iterable[Item],
-        resources: Resources = USUAL,
-        then: Callable[[Any], Any] | None = None,
+        self, function: Function, items: Iterable[Any], resources: Resources = USUAL, then: Function | None = None
     ) -> Iterator[Any]:
         slots, context = self.slots(resources), get_context("spawn")
         call = function if then is None else Both(function, then)
@@ -90,9 +85,7 @@ class Local:
             ) from error
 
 
-def in_order(
-    submit: Callable[[Item], "object"], result: Callable[..., Result], items: Iterable[Item], ahead: int
-) -> Iterator[Result]:
+def in_order(submit: Function, result: Function, items: Iterable[Any], ahead: int) -> Iterator[Any]:
     """Yields the result of each item that was submitted, with at most `ahead` of them under way."""
     rest = iter(items)
     waiting = [submit(item) for item in islice(rest, ahead)]

@@ -10,14 +10,14 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.engines.engine import GRACE, MAX_LOSSES, USUAL, Both, Item, Job, Look, Resources, Result, Run, run_jobs
+from atoll.engines.engine import GRACE, MAX_LOSSES, USUAL, Both, Function, Job, Look, Resources, Run, run_jobs
 from atoll.engines.local import LocalProcess, in_order
 from atoll.errors import InputError
 from atoll.storage import alone, reason_of
@@ -118,11 +118,7 @@ class Ray:
         return run_jobs(jobs, start, progress)
 
     def map(
-        self,
-        function: Callable[[Item], Result],
-        items: Iterable[Item],
-        resources: Resources = USUAL,
-        then: Callable[[Any], Any] | None = None,
+        self, function: Function, items: Iterable[Any], resources: Resources = USUAL, then: Function | None = None
     ) -> Iterator[Any]:
         gpus = self._needed(resources)["num_gpus"]
         num_workers = max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
@@ -138,7 +134,7 @@ class Ray:
         task = self.ray.remote(_call).options(**self._needed(resources), max_retries=MAX_LOSSES)
         here, shared = str(Path.cwd()), self.ray.put(function)
 
-        def submit(item: Item) -> Any:
+        def submit(item: Any) -> Any:
             reference = task.remote(here, shared, item)
             # What was read stays in the object store of its node until an encoder fetches it.
             return min(encoders, key=lambda encoder: encoder.num_waiting).submit(reference) if encoders else reference
@@ -161,7 +157,7 @@ class Ray:
                 encoder.end()
 
 
-def _call(folder: str, function: Callable[[Item], Result], item: Item) -> Result:
+def _call(folder: str, function: Function, item: Any) -> Any:
     """Runs on a node: the function, in the folder that relative paths are meant in."""
     import torch
 
@@ -174,7 +170,7 @@ def _call(folder: str, function: Callable[[Item], Result], item: Item) -> Result
 class Caller:
     """Runs on a node: a function that loads a network the first time, and keeps it."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Function) -> None:
         self._function = function
 
     def call(self, result: Any) -> Any:
