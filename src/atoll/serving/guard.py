@@ -215,11 +215,8 @@ async def _respond(send: Send, status: int, body: bytes, headers: Mapping[str, s
     await send({"type": "http.response.body", "body": body})
 
 
-def run(
-    app: Any, host: str, port: int, limits: Limits, *, on_start: Callable[[str], None], on_stop: Callable[[], None],
-    on_hangup: Callable[[], None],
-) -> None:  # fmt: skip
-    """Serves until SIGTERM or SIGINT; then finishes what is in flight. SIGHUP calls `on_hangup`."""
+def uvicorn_config(app: Any, limits: Limits) -> Any:
+    """Returns how uvicorn shall serve an app: patient, but not for ever."""
     try:
         import uvicorn
         from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -251,6 +248,21 @@ def run(
                 self.timer.cancel()
                 self.timer = None
 
+    return uvicorn.Config(
+        app, http=Patient, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
+        proxy_headers=False, server_header=False, limit_concurrency=limits.connections, timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(limits.drain)), h11_max_incomplete_event_size=32 << 10,
+    )  # fmt: skip
+
+
+def run(
+    app: Any, host: str, port: int, limits: Limits, *, on_start: Callable[[str], None], on_stop: Callable[[], None],
+    on_hangup: Callable[[], None],
+) -> None:  # fmt: skip
+    """Serves until SIGTERM or SIGINT; then finishes what is in flight. SIGHUP calls `on_hangup`."""
+    config = uvicorn_config(app, limits)
+    import uvicorn
+
     class Server(uvicorn.Server):
         """One that ends with 0 after SIGTERM: an orderly end is no failure."""
 
@@ -259,11 +271,6 @@ def run(
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    config = uvicorn.Config(
-        app, http=Patient, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, limit_concurrency=limits.connections, timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(limits.drain)), h11_max_incomplete_event_size=32 << 10,
-    )  # fmt: skip
     server = Server(config)
 
     async def serve(listening: socket.socket) -> None:
