@@ -51,8 +51,7 @@ def in_a_thread(app: Any, limits: Limits = Limits()) -> Iterator[str]:  # noqa: 
 def make_state(*specs: str, limits: Limits = Limits(), keys: Path | None = None, **options: Any) -> State:  # noqa: B008
     metrics = Metrics()
     clusters = options.pop("clusters", None)
-    sources = [Source.parse(spec, options=options, clusters=clusters) for spec in specs]
-    sources = [Source(s.name, s.place, s.options, s.clusters, metrics.observer(s.name)) for s in sources]
+    sources = [Source.parse(spec, metrics.observer, options=options, clusters=clusters) for spec in specs]
     return State(Models(sources, partial(ServedHere, limits=limits)), Access(keys), limits, metrics)
 
 

@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from atoll.errors import InputError
@@ -20,7 +19,7 @@ from atoll.serving.access import Access, Client
 from atoll.serving.guard import LOG, NEEDED, Guard, Refusal, run
 from atoll.serving.images import Images
 from atoll.serving.metrics import Metrics
-from atoll.serving.models import MAX_SHEET, Models, Served, ServedHere, Source
+from atoll.serving.models import MAX_SHEET, Models, Served
 from atoll.serving.requests import Generation, schema
 from atoll.serving.scheduler import Finished, Job, Preview
 from atoll.serving.settings import Limits
@@ -65,6 +64,12 @@ class State:
             return self.models.get(name)
         except InputError as error:
             raise Refusal(404, str(error), "model") from error
+
+    async def watch(self, every: float) -> None:
+        """Looks for new keys and new versions of the models, every so many seconds; 0 is never."""
+        while every > 0:
+            await asyncio.sleep(every)
+            await self.reload()
 
     async def reload(self) -> None:
         """Reads the keys again, and loads models whose files have changed beside the old ones, which then finish."""
@@ -261,13 +266,10 @@ def _base64(content: bytes) -> str:
 
 
 def serve(
-    sources: Sequence[Source], host: str, port: int, limits: Limits, *, access: Access, metrics: Metrics,
-    names: Sequence[str] = (), origins: Sequence[str] = (), reload_every: float = 10.0,
-    on_start: Callable[[str, Models], None],
+    state: State, host: str, port: int, *, names: Sequence[str] = (), origins: Sequence[str] = (),
+    reload_every: float = 10.0, on_start: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Serves models until SIGTERM; `on_start` is told the address."""
-    models = Models(sources, partial(ServedHere, limits=limits))
-    state = State(models, access, limits, metrics)
     tasks: set[asyncio.Task[None]] = set()
 
     def spawn(work: Any) -> None:
@@ -275,20 +277,15 @@ def serve(
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def watch() -> None:
-        while reload_every > 0:
-            await asyncio.sleep(reload_every)
-            await state.reload()
-
     def started(url: str) -> None:
-        on_start(url, models)
-        spawn(watch())
+        on_start(url)
+        spawn(state.watch(reload_every))
 
     def stop() -> None:
         state.draining = True
 
     try:
         app = make_app(state, names, origins)
-        run(app, host, port, limits, on_start=started, on_stop=stop, on_hangup=lambda: spawn(state.reload()))
+        run(app, host, port, state.limits, on_start=started, on_stop=stop, on_hangup=lambda: spawn(state.reload()))
     finally:
-        models.close(cancel=True)
+        state.models.close(cancel=True)

@@ -287,7 +287,7 @@ def run(
         on_start(f"http://{f'[{address}]' if ':' in address else address}:{own_port}")
         await server.serve([listening])
 
-    with _listen(host, port) as listening:
+    with listen(host, port) as listening:
         asyncio.run(serve(listening))
 
 
@@ -297,7 +297,8 @@ def warn_if_open(host: str, keys: Path | None) -> None:
         warnings.warn(f"whoever reaches {host} may ask: give --keys, or leave --host out", stacklevel=3)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there, or says why none can."""
     if not 0 <= port <= 65535:
         raise InputError(f"cannot listen on port {port}: choose a --port from 1 to 65535, or 0 for any that is free")
     try:

@@ -32,7 +32,7 @@ class Source:
     observer: Observer | None = None
 
     @classmethod
-    def parse(cls, spec: str, **more: Any) -> "Source":
+    def parse(cls, spec: str, observer: Callable[[str], Observer] | None = None, **more: Any) -> "Source":
         """Reads PLACE or NAME=PLACE; the name of a folder is its last part, that of a hub id the id."""
         name, equals, place = spec.partition("=")
         if not equals:
@@ -43,7 +43,7 @@ class Source:
             raise InputError(
                 f"a model is named by letters, digits, dots and dashes, but one is {name!r}: use NAME=FOLDER"
             )
-        return cls(name, place, **more)
+        return cls(name, place, observer=observer and observer(name), **more)
 
 
 class Served:
