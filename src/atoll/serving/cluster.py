@@ -34,7 +34,7 @@ from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline, get_dtype
 from atoll.serving.access import Access
 from atoll.serving.api import State, make_app
-from atoll.serving.guard import LOG, Refusal, listen, warn_if_open
+from atoll.serving.guard import LOG, Refusal, listen, share_interpreter, warn_if_open
 from atoll.serving.images import Images, Shown
 from atoll.serving.metrics import Metrics
 from atoll.serving.models import Models, Served, ServedHere, Source
@@ -77,6 +77,7 @@ class Replica:
 
     def __init__(self, launch: Launch, name: str, actor_options: Mapping[str, float] | None) -> None:
         """With `actor_options`, each expert is an actor of its own, which reserves that."""
+        share_interpreter()
         self._limits, self._actors = launch.limits, actor_options
         self._source = next(source for source in launch.sources(Metrics()) if source.name == name)
         self._timeout, self._opening = launch.remote_timeout, asyncio.Lock()

@@ -15,10 +15,12 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.images import Images, OwnImages
 from atoll.serving.scheduler import Job, Observer, Scheduler
 from atoll.serving.settings import Limits
+from atoll.storage import read_bytes
 
 NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 SHEET = "sheet.png"  # of a cluster, as `atoll partition` writes it
 MAX_SHEET = 32 << 20
+CREDITS, MAX_CREDITS = "CREDITS.md", 64 << 10
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,16 @@ class Served:
             "license": index.license,
             "guidance": pipe.guidance,
             "router": None if index.router is None else index.router.model,
+            "credits": self._credits(),
             "experts": [self._expert(k, expert) for k, expert in enumerate(pipe.ensemble.experts)],
         }
+
+    def _credits(self) -> str | None:
+        """Returns who has trained what, if the model's folder says so, as that of a federation does."""
+        try:
+            return read_bytes(self.pipe.folder / CREDITS, MAX_CREDITS, self.pipe.folder).decode()
+        except (OSError, ValueError):
+            return None
 
     def _expert(self, number: int, expert: VelocityExpert | None) -> dict[str, Any]:
         """Returns what there is to know of an expert: what it learned, from what, and where it is."""
