@@ -165,6 +165,8 @@ class Connection:
 
     async def begin(self, ask: Ask, **more: Any) -> tuple[int, dict[str, str], asyncio.StreamReader]:
         """Sends a request, and returns what its answer begins with."""
+        if self._streams is not None and self._streams[0].at_eof():
+            self.close()  # the server ends what is idle for long
         if self._streams is None:
             self._streams = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
         reader, writer = self._streams

@@ -1,14 +1,16 @@
 """What all tests share."""
 
 import os
+import shutil
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CACHE_HOME"] = (_cache := TemporaryDirectory(prefix="atoll-tests-")).name  # not the user's own
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +40,20 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "model"
     assemble([run], None, folder, data)
     return folder
+
+
+@pytest.fixture(scope="module")  # not of the session: while it is open, asyncio.run cannot be called
+def browser() -> Iterator[Any]:
+    """A real Chromium, by playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no page is seen: playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no page is seen: there is no chromium (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        found.close()
 
 
 @pytest.fixture
