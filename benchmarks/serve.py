@@ -137,8 +137,67 @@ def make(pipe: AtollPipeline, asks: Sequence[Ask]) -> list[bytes]:
     ]
 
 
-async def post(client: httpx.AsyncClient, ask: Ask, **more: Any) -> httpx.Response:
-    return await client.post(PATH, json={**ask.body, **more}, timeout=600)
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.content)
+
+
+class Connection:
+    """A client that costs little: the machine is the server's. One connection, one request at a time."""
+
+    def __init__(self, url: str) -> None:
+        self.host, port = url.removeprefix("http://").split(":")
+        self.port = int(port)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, ask: Ask, **more: Any) -> Reply:
+        status, headers, reader = await self.begin(ask, **more)
+        content = await reader.readexactly(int(headers["content-length"]))
+        if headers.get("connection") == "close":
+            self.close()
+        return Reply(status, headers, content)
+
+    async def begin(self, ask: Ask, **more: Any) -> tuple[int, dict[str, str], asyncio.StreamReader]:
+        """Sends a request, and returns what its answer begins with."""
+        if self._streams is not None and self._streams[0].at_eof():
+            self.close()  # the server ends what is idle for long
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
+        reader, writer = self._streams
+        body = json.dumps({**ask.body, **more})
+        head = f"POST {PATH} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        return int(first.split()[1]), headers, reader
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+class Connections:
+    """As many as are needed at a time, used again."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self._free = url, list[Connection]()
+
+    async def post(self, ask: Ask, **more: Any) -> Reply:
+        connection = self._free.pop() if self._free else Connection(self.url)
+        reply = await connection.post(ask, **more)
+        self._free.append(connection)
+        return reply
+
+    def close(self) -> None:
+        for connection in self._free:
+            connection.close()
 
 
 def by_clients(url: str, asks: Sequence[Ask], clients: int = CLIENTS) -> float:
@@ -146,16 +205,17 @@ def by_clients(url: str, asks: Sequence[Ask], clients: int = CLIENTS) -> float:
 
     async def run() -> float:
         todo = iter(asks)
-        async with httpx.AsyncClient(base_url=url) as client:
 
-            async def work() -> None:
-                for ask in todo:
-                    answer = await post(client, ask)
-                    assert answer.status_code == 200, answer.text
+        async def work() -> None:
+            connection = Connection(url)
+            for ask in todo:
+                reply = await connection.post(ask)
+                assert reply.status == 200, reply.content
+            connection.close()
 
-            begin = time.perf_counter()
-            await asyncio.gather(*(work() for _ in range(clients)))
-            return time.perf_counter() - begin
+        begin = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(clients)))
+        return time.perf_counter() - begin
 
     return asyncio.run(run())
 
@@ -232,29 +292,29 @@ def first_preview(url: str) -> None:
     """Alone, and while 15 others are in flight."""
 
     async def run(others: int) -> tuple[float, float]:
-        async with httpx.AsyncClient(base_url=url) as client:
-            work = [asyncio.create_task(post(client, Ask(i, 40))) for i in range(others)]
-            await asyncio.sleep(0.2)
-            before, begin = await steps(client), time.perf_counter()
-            body = {**Ask(99).body, "stream": True, "partial_images": 20}
-            first = 0.0
-            async with client.stream("POST", PATH, json=body, timeout=600) as answer:
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: ") and not first:
-                        first = time.perf_counter() - begin
-            after = await steps(client)
-            await asyncio.gather(*work)
-            return first, (after[1] - before[1]) / (after[0] - before[0])
+        clients, client = Connections(url), Connection(url)
+        work = [asyncio.create_task(clients.post(Ask(i, 40))) for i in range(others)]
+        await asyncio.sleep(0.2)
+        before, begin = await steps(url), time.perf_counter()
+        _, _, reader = await client.begin(Ask(99), stream=True, partial_images=20)
+        await reader.readuntil(b"data: ")
+        await reader.readuntil(b"\n\n")
+        first = time.perf_counter() - begin
+        await reader.readuntil(b"0\r\n\r\n")  # the end of the stream
+        after = await steps(url)
+        client.close()
+        await asyncio.gather(*work)
+        return first, (after[1] - before[1]) / (after[0] - before[0])
 
     for others in (0, CLIENTS - 1):
-        found = [asyncio.run(run(others)) for _ in range(3)]
+        found = [asyncio.run(run(others)) for _ in range(5)]
         preview, step = (statistics.median(column) for column in zip(*found, strict=True))
         print(f"first preview with {others} others: {1000 * preview:.0f} ms, {preview / step:.2f} steps")
 
 
-async def steps(client: httpx.AsyncClient) -> tuple[float, float]:
+async def steps(url: str) -> tuple[float, float]:
     """Returns how many steps the server has made, and their seconds."""
-    text = (await client.get("/metrics")).text
+    text = (await asyncio.to_thread(httpx.get, f"{url}/metrics")).text
     count, total = (
         float(re.findall(rf"^atoll_step_seconds_{kind}{{.*}} (\S+)", text, re.M)[0]) for kind in ("count", "sum")
     )
@@ -290,16 +350,17 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 async def _open_loop(url: str, asks: Sequence[Ask], arrivals: Sequence[float]) -> list[float]:
-    async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=400)) as client:
-        begin = time.perf_counter()
+    clients, begin = Connections(url), time.perf_counter()
 
-        async def one(ask: Ask, at: float) -> float:
-            await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
-            answer = await post(client, ask)
-            assert answer.status_code == 200, answer.text
-            return time.perf_counter() - begin - at
+    async def one(ask: Ask, at: float) -> float:
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        reply = await clients.post(ask)
+        assert reply.status == 200, reply.content
+        return time.perf_counter() - begin - at
 
-        return await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, arrivals, strict=True)))
+    found = await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, arrivals, strict=True)))
+    clients.close()
+    return found
 
 
 def _open_loop_static(static: StaticBatches, asks: Sequence[Ask], arrivals: Sequence[float]) -> list[float]:
@@ -382,15 +443,15 @@ class Soak:
     kept: list[tuple[Ask, bytes]]
     memory: list[float]
 
-    async def one(self, client: httpx.AsyncClient, ask: Ask) -> None:
+    async def one(self, clients: Connections, ask: Ask) -> None:
         begin = time.perf_counter()
-        answer = await post(client, ask)
-        self.counts[str(answer.status_code)] += 1
-        if answer.status_code == 429:
+        reply = await clients.post(ask)
+        self.counts[str(reply.status)] += 1
+        if reply.status == 429:
             self.refusals.append(time.perf_counter() - begin)
-            assert int(answer.headers["retry-after"]) >= 1
-        elif answer.status_code == 200:
-            content = base64.b64decode(answer.json()["data"][0]["b64_json"])
+            assert int(reply.headers["retry-after"]) >= 1
+        elif reply.status == 200:
+            content = base64.b64decode(reply.body["data"][0]["b64_json"])
             texts = Image.open(io.BytesIO(content)).text  # type: ignore[attr-defined]
             self.counts["mixed up"] += (texts["prompt"], json.loads(texts["seed"])) != (ask.prompt, ask.number)
             if len(self.kept) < 40 and ask.number % 7 == 0:
@@ -400,20 +461,21 @@ class Soak:
         """Returns how many were sent."""
         rng, sent, at, begin = random.Random(4), 0, 0.0, time.perf_counter()
         tasks: set[asyncio.Task[None]] = set()
-        async with httpx.AsyncClient(base_url=self.url, limits=httpx.Limits(max_connections=400)) as client:
-            with tqdm(total=round(seconds), unit=" s", leave=False, disable=None) as bar:
-                while (now := time.perf_counter() - begin) < seconds:
-                    bar.update(int(now) - bar.n)
-                    if now >= at:
-                        ask = Ask(sent, rng.randint(5, 30), rng.choice([1.0, 2.0, 3.0]))
-                        task = asyncio.create_task(self.one(client, ask))
-                        tasks.add(task)
-                        task.add_done_callback(tasks.discard)
-                        sent, at = sent + 1, at + rng.expovariate(rate)
-                    if len(self.memory) <= now // 5:
-                        self.memory.append(rss(self.pid))
-                    await asyncio.sleep(max(0.0, at - (time.perf_counter() - begin)))
-            await asyncio.gather(*tasks)
+        clients = Connections(self.url)
+        with tqdm(total=round(seconds), unit=" s", leave=False, disable=None) as bar:
+            while (now := time.perf_counter() - begin) < seconds:
+                bar.update(int(now) - bar.n)
+                if now >= at:
+                    ask = Ask(sent, rng.randint(5, 30), rng.choice([1.0, 2.0, 3.0]))
+                    task = asyncio.create_task(self.one(clients, ask))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    sent, at = sent + 1, at + rng.expovariate(rate)
+                if len(self.memory) <= now // 5:
+                    self.memory.append(rss(self.pid))
+                await asyncio.sleep(max(0.0, at - (time.perf_counter() - begin)))
+        await asyncio.gather(*tasks)
+        clients.close()
         return sent
 
 
@@ -478,18 +540,19 @@ def kill(model: str, kills: int, requests: int) -> None:
 
         async def run() -> int:
             sent = 0
-            async with httpx.AsyncClient(base_url=served) as client:
 
-                async def work() -> None:
-                    nonlocal sent
-                    while sent < requests or not ended.is_set():
-                        sent += 1
-                        answer = await post(client, Ask(sent, steps=4), routing="full")
-                        away = answer.status_code == 200 and "without" in answer.json()["data"][0]
-                        statuses[f"{answer.status_code}{' without expert 0' if away else ''}"] += 1
+            async def work() -> None:
+                nonlocal sent
+                connection = Connection(served)
+                while sent < requests or not ended.is_set():
+                    sent += 1
+                    reply = await connection.post(Ask(sent, steps=4), routing="full")
+                    away = reply.status == 200 and "without" in reply.body["data"][0]
+                    statuses[f"{reply.status}{' without expert 0' if away else ''}"] += 1
+                connection.close()
 
-                threading.Thread(target=killer, daemon=True).start()
-                await asyncio.gather(*(work() for _ in range(4)))
+            threading.Thread(target=killer, daemon=True).start()
+            await asyncio.gather(*(work() for _ in range(4)))
             return sent
 
         sent = asyncio.run(run())

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import shutil
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +50,20 @@ def cluster() -> Iterator[Any]:
     assert os.environ.get("RAY_AUTH_MODE") != "disabled"
     with ray_cluster(3) as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")  # not of the session: while it is open, asyncio.run cannot be called
+def browser() -> Iterator[Any]:
+    """A real Chromium, by playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no page is seen: playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no page is seen: there is no chromium (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        found.close()
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import uvicorn
 
 from atoll.serving.access import Access
 from atoll.serving.api import State, make_app
+from atoll.serving.guard import uvicorn_config
 from atoll.serving.metrics import Metrics
-from atoll.serving.models import Models, Source
+from atoll.serving.models import Models, ServedHere, Source
 from atoll.serving.settings import Limits
 
 
@@ -31,9 +33,11 @@ def eventually(holds: Callable[[], Any], seconds: float = 60) -> Any:
 
 
 @contextmanager
-def in_a_thread(app: Any) -> Iterator[str]:
+def in_a_thread(app: Any, limits: Limits = Limits()) -> Iterator[str]:  # noqa: B008
     """Yields the URL of an app that is served until the end."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="warning", ws="none"))
+    config = uvicorn_config(app, limits)
+    config.port = 0
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     eventually(lambda: server.started)
@@ -47,16 +51,15 @@ def in_a_thread(app: Any) -> Iterator[str]:
 def make_state(*specs: str, limits: Limits = Limits(), keys: Path | None = None, **options: Any) -> State:  # noqa: B008
     metrics = Metrics()
     clusters = options.pop("clusters", None)
-    sources = [Source.parse(spec, options=options, clusters=clusters) for spec in specs]
-    sources = [Source(s.name, s.place, s.options, s.clusters, metrics.observer(s.name)) for s in sources]
-    return State(Models(sources, limits), Access(keys), limits, metrics)
+    sources = [Source.parse(spec, metrics.observer, options=options, clusters=clusters) for spec in specs]
+    return State(Models(sources, partial(ServedHere, limits=limits)), Access(keys), limits, metrics)
 
 
 @contextmanager
 def in_process(*specs: str, **options: Any) -> Iterator[tuple[str, State]]:
     """Yields the URL and the state of a server in a thread."""
     state = make_state(*specs, **options)
-    with in_a_thread(make_app(state)) as url:
+    with in_a_thread(make_app(state), state.limits) as url:
         yield url, state
     state.models.close(cancel=True)
 

@@ -24,7 +24,7 @@ from atoll.serving import remote
 from atoll.serving.access import Access
 from atoll.serving.metrics import Metrics
 from atoll.serving.owner import Owner, make_app
-from atoll.serving.remote import RemoteExpert
+from atoll.serving.remote import Http, RemoteExpert
 from atoll.serving.scheduler import Finished, Job, Scheduler
 from atoll.serving.settings import Limits
 from serving import Command, eventually, in_a_thread, in_process
@@ -89,13 +89,13 @@ def test_each_sample_guided_in_its_own_way(served_model, pipe, one):
 def test_what_is_sent(one, pipe, monkeypatch):
     """Latents once per sample and step, whatever the guidance; a text once."""
     sent: list[int] = []
-    request = RemoteExpert._request
+    request = Http.request
 
     def watched(self, method, path, body, largest):
         sent.append(len(body or b""))
         return request(self, method, path, body, largest)
 
-    monkeypatch.setattr(RemoteExpert, "_request", watched)
+    monkeypatch.setattr(Http, "request", watched)
     texts = Prompts.encode(pipe.text_encoder, PROMPTS[:2], "").guidance(2.0)
     x, t = torch.randn(2, *pipe.ensemble.shape), torch.tensor(0.5)
     for _ in range(3):
@@ -238,7 +238,7 @@ def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
         options = {"seed": 3, "routing": "full", **FEW}
         expected = pipe(PROMPTS, **options).images
         torch.testing.assert_close(far(PROMPTS, **options).images, expected, atol=1e-4, rtol=0)
-        peer.behaviour, expert.timeout = behaviour, 0.7
+        peer.behaviour, expert._carrier.timeout = behaviour, 0.7
         without = pipe(PROMPTS, experts=[1, 2], **options)
         found = far(PROMPTS, **options)
         torch.testing.assert_close(found.images, without.images, atol=1e-4, rtol=0)
@@ -249,7 +249,7 @@ def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
         assert isinstance(events[0], Finished)
         assert events[0].without == (0,)
         scheduler.close()
-        peer.behaviour, expert.timeout = "good", 100
+        peer.behaviour, expert._carrier.timeout = "good", 100
         eventually(lambda: expert.away is None, 90)
         torch.testing.assert_close(far(PROMPTS, **options).images, expected, atol=1e-4, rtol=0)
         expert.close()

@@ -1,7 +1,5 @@
 """The report in a real browser: light and dark, on a phone and on a desk, with no errors and no requests."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 from atoll.experiments.cache import Snapshot
 from atoll.experiments.report import _time, render
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WIDTHS = {"phone": 360, "desktop": 1280}
 
 
@@ -66,17 +63,6 @@ def page_of(found: dict[str, Any]) -> str:
     heldout = {"heldout": [caption] * 40, "heldout_right": [i % 5 > 0 for i in range(40)]}
     curves = [[(20 * i, 2 / i) for i in range(1, 30)], [(300, 0.5), (600, 0.4)]]
     return render(found, Snapshot({}, about, arrays), Snapshot({}, heldout, {"heldout": pictures}), [curves] * 4)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the report is not seen: playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("the report is not seen: there is no chromium (Debian: apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["alone", "compared"])

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from atoll.serving.studio import page as studio_page
 from serving import in_process
 from test_assemble import parts
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 AXE = Path(os.environ.get("AXE_CORE", "node_modules/axe-core")) / "axe.min.js"  # npm install axe-core
 PROMPT = "a pink ghost with a yellow party hat"
 
@@ -24,17 +22,6 @@ def url(served_model, tmp_path_factory) -> Iterator[str]:
     clusters = parts(tmp_path_factory.getbasetemp())[0] / "clusters"
     with in_process(f"tiny={served_model}", clusters=clusters, limits=Limits(steps=60)) as (url, _):
         yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the studio is not seen: playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("the studio is not seen: there is no chromium (Debian: apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.fixture
@@ -76,7 +63,7 @@ def paint(page: Any, prompt: str = PROMPT) -> None:
 
 
 def image(page: Any, stage: str = "live") -> str:
-    return page.locator(f"#{stage} image").get_attribute("href")
+    return page.locator(f"#{stage} image.view").get_attribute("href")
 
 
 def test_generate_watch_and_come_back_by_the_link(visit, url):
@@ -108,6 +95,7 @@ def test_switch_an_expert_off_compare_and_look_back(visit):
         page.locator("#live figcaption", has_text=re.compile(f"without expert .*{k}")).wait_for()
     assert image(page) != first
     assert image(page, "pinned") == first
+    assert page.locator("#pinned figcaption").inner_text() == "all experts"  # how the two differ
     assert page.evaluate("location.hash").endswith(
         "off=1-2&model=tiny&hash=" + page.evaluate("model.atoll.hash.slice(0, 12)")
     )
@@ -116,6 +104,21 @@ def test_switch_an_expert_off_compare_and_look_back(visit):
     page.locator("#history button").last.click()
     page.locator("#live figcaption", has_text="the same settings").wait_for()
     assert image(page) == first
+
+
+def test_each_alone(visit):
+    """The same prompt and seed by each expert, beside what they draw together."""
+    page = visit("#prompt=a+robot&seed=7&steps=4")
+    done(page)
+    page.click("#each")
+    page.locator("#status", has_text="by each expert alone").wait_for()
+    solos = page.locator("#solos img")
+    sources = [solos.nth(i).get_attribute("src") for i in range(solos.count())]
+    assert len(set(sources[:3])) == 3
+    assert sources[3:] == [image(page)]
+    page.locator(".island image").nth(2).wait_for()  # what each has seen
+    page.click("#again")
+    page.locator("#solo").wait_for(state="hidden")
 
 
 def test_keyboard_alone(visit):
@@ -132,7 +135,7 @@ def test_keyboard_alone(visit):
         seen.add(page.evaluate("document.activeElement.id"))
         if page.evaluate("document.activeElement.id") == "expert-1":
             break
-    assert {"paint", "again", "pin", "link", "download", "expert-0", "expert-1"} <= seen
+    assert {"paint", "again", "each", "pin", "link", "download", "expert-0", "expert-1"} <= seen
     page.keyboard.press("Space")
     page.locator("#live figcaption", has_text="without expert 1").wait_for()
     page.locator("#experts .thumb").first.focus()
@@ -175,6 +178,8 @@ def test_axe_finds_nothing_serious(visit, scheme):
     done(page)
     page.click("summary")
     page.click("#pin")
+    page.click("#each")
+    page.locator("#status", has_text="by each expert alone").wait_for()
     page.evaluate(AXE.read_text(encoding="utf-8"))
     for opened in (False, True):
         if opened:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from atoll.errors import InputError, unknown
 from atoll.serving.settings import Limits
 
 
@@ -25,6 +26,10 @@ def serve(
     device: str = "auto",
     dtype: str | None = None,
     conversion: str | None = None,
+    engine: str = "local",
+    address: str | None = None,
+    replicas: int = 1,
+    spread: bool = False,
 ) -> None:
     """Serve models: an image API as OpenAI's clients speak it, and a studio in the browser.
 
@@ -36,6 +41,7 @@ def serve(
       atoll serve model --port 9000 --keys keys.json --clusters data/clusters
       atoll serve birds=run/birds small=org/small-model --images 32
       atoll serve model --remote 2=https://experts.example.org
+      atoll serve /shared/model --engine ray --replicas 4
 
     Args:
         model: Folders that `atoll assemble` has made, or hub ids, each also as NAME=FOLDER; the first is the default.
@@ -54,11 +60,24 @@ def serve(
         device: auto, cpu, cuda or cuda:N.
         dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
         conversion: calibrated, exact or paper; as for `atoll sample`.
+        engine: local: this process; ray: a Ray Serve application on a cluster.
+        address: Of the Ray cluster, such as 10.0.0.1:6379; by default RAY_ADDRESS, or the one on this machine.
+        replicas: How many times each model is there, with a GPU each where there are any.
+        spread: Puts every expert into a Ray actor of its own, with a GPU of its own where there are any.
     """
-    from atoll.serving.start import start
+    from atoll.serving.start import Launch, start
 
-    start(
-        model, limits, port=port, host=host, keys=keys, clusters=clusters, remote=remote, remote_key=remote_key,
-        remote_timeout=remote_timeout, names=name, origins=allow_origin, reload_every=reload,
-        options={"max_resident": max_resident, "device": device, "dtype": dtype, "conversion": conversion},
+    launch = Launch(
+        model, limits, host, port, keys, clusters, remote, remote_key, remote_timeout, name, allow_origin, reload,
+        {"max_resident": max_resident, "device": device, "dtype": dtype, "conversion": conversion},
     )  # fmt: skip
+    if engine == "ray":
+        from atoll.serving.cluster import start_on_cluster
+
+        start_on_cluster(launch, address, replicas, spread)
+    elif engine != "local":
+        raise unknown("engine", engine, ("local", "ray"))
+    elif address is not None or replicas != 1 or spread:
+        raise InputError("--address, --replicas and --spread are of a Ray cluster: add --engine ray")
+    else:
+        start(launch)

@@ -86,7 +86,7 @@ class Ray:
                         "version on every node"
                     )
 
-    def _needed(self, resources: Resources) -> dict[str, float]:
+    def needed(self, resources: Resources) -> dict[str, float]:
         """Returns what Ray reserves for a job; refuses what no node has."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         has_gpus = self.device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
@@ -102,7 +102,7 @@ class Ray:
         return {"num_cpus": resources.cpus, "num_gpus": gpus}
 
     def run(self, jobs: Sequence[Job], progress: bool = True) -> list[Run]:
-        reserved = {job.name: self._needed(job.resources) for job in jobs}
+        reserved = {job.name: self.needed(job.resources) for job in jobs}
         here = Path.cwd()
         processes: list[RayProcess] = []
 
@@ -120,7 +120,7 @@ class Ray:
     def map(
         self, function: Function, items: Iterable[Any], resources: Resources = USUAL, then: Function | None = None
     ) -> Iterator[Any]:
-        gpus = self._needed(resources)["num_gpus"]
+        gpus = self.needed(resources)["num_gpus"]
         num_workers = max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
         encoders: list[_Encoder] = []
         if then is not None and gpus:
@@ -131,7 +131,7 @@ class Ray:
             resources = replace(resources, gpus=0)
         elif then is not None:
             function = Both(function, then)
-        task = self.ray.remote(_call).options(**self._needed(resources), max_retries=MAX_LOSSES)
+        task = self.ray.remote(_call).options(**self.needed(resources), max_retries=MAX_LOSSES)
         here, shared = str(Path.cwd()), self.ray.put(function)
 
         def submit(item: Any) -> Any:

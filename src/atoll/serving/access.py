@@ -96,6 +96,11 @@ class Access:
         # By its hash, so that neither the file nor the time that a look takes tells anything of a key.
         return self._clients.get(hashlib.sha256(key.strip().encode()).hexdigest())
 
+    @property
+    def held(self) -> int:
+        """Returns how many images are in flight, of all clients."""
+        return sum(client.held for client in self._clients.values())
+
     def usage(self) -> Iterator[tuple[str, int, int]]:
         """Yields the name, what is in flight and what was used in all, of each client with a key."""
         for client in self._clients.values():

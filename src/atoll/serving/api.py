@@ -1,7 +1,6 @@
 """The image API: OpenAI's routes over the schedulers of the models, and the studio.
 
-A request becomes one job per image. Its events come from the scheduler's thread, images are decoded in a thread of
-their own, and the event loop does nothing that takes time.
+A request becomes one job per image (`images.py`); what happens to them is sent as it comes, or together at the end.
 """
 
 import asyncio
@@ -12,19 +11,17 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 from atoll.errors import InputError
-from atoll.sampling.folder import described_png, png_of
 from atoll.serving.access import Access, Client
 from atoll.serving.guard import LOG, NEEDED, Guard, Refusal, run
+from atoll.serving.images import Images
 from atoll.serving.metrics import Metrics
-from atoll.serving.models import MAX_SHEET, Models, Served, Source
+from atoll.serving.models import MAX_SHEET, Models, Served
 from atoll.serving.requests import Generation, schema
-from atoll.serving.scheduler import Event, Failed, Finished, Job, Preview
+from atoll.serving.scheduler import Finished, Job, Preview
 from atoll.serving.settings import Limits
 from atoll.serving.studio import page
 from atoll.storage import read_bytes
@@ -32,53 +29,6 @@ from atoll.storage import read_bytes
 KEPT, KEPT_BYTES = 256, 64 << 20  # images that can be fetched by their URL
 FILES = "/v1/images/files/"
 PUBLIC = ("/", "/healthz", "/readyz")
-BEAT = 15.0  # seconds after which a stream says that it is alive
-
-
-class Images:
-    """The images of one request on their way."""
-
-    def __init__(self, served: Served, jobs: Sequence[Job], pool: ThreadPoolExecutor) -> None:
-        self.served, self.jobs, self._pool = served, jobs, pool
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
-        self._images = served.scheduler.submit(jobs, [partial(self._tell, i) for i in range(len(jobs))])
-
-    def _tell(self, index: int, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-    async def events(self) -> AsyncIterator[tuple[int, Event | None]]:
-        """Yields the number of an image and what happened to it, until all are done; None: nothing, for a while."""
-        left = len(self.jobs)
-        while left:
-            try:
-                async with asyncio.timeout(BEAT):
-                    index, event = await self._events.get()
-            except TimeoutError:
-                yield -1, None
-                continue
-            if isinstance(event, Failed):
-                raise event.error
-            left -= isinstance(event, Finished)
-            yield index, event
-
-    async def render(self, index: int, event: Preview | Finished) -> bytes:
-        """Returns a PNG; a finished one says how it was made."""
-        return await self._loop.run_in_executor(self._pool, self._render, self.jobs[index], event)
-
-    def _render(self, job: Job, event: Preview | Finished) -> bytes:
-        pipe = self.served.pipe
-        if isinstance(event, Preview):
-            return png_of(pipe.render(event.latents)[0])
-        settings = pipe.settings_of(job.plan) | ({"without": list(event.without)} if event.without else {})
-        return described_png(
-            pipe.render(event.latents)[0], prompt=job.prompt, negative_prompt=job.negative, seed=job.seed,
-            model=pipe.index.hash, settings=settings,
-        )  # fmt: skip
-
-    def cancel(self) -> None:
-        for image in self._images:
-            image.cancel()
 
 
 class Files:
@@ -105,7 +55,7 @@ class State:
 
     def __init__(self, models: Models, access: Access, limits: Limits, metrics: Metrics) -> None:
         self.models, self.access, self.limits, self.metrics = models, access, limits, metrics
-        self.files, self.pool = Files(), ThreadPoolExecutor(1, "atoll-render")
+        self.files = Files()
         self.draining = False
         self._reloading = asyncio.Lock()
 
@@ -114,6 +64,12 @@ class State:
             return self.models.get(name)
         except InputError as error:
             raise Refusal(404, str(error), "model") from error
+
+    async def watch(self, every: float) -> None:
+        """Looks for new keys and new versions of the models, every so many seconds; 0 is never."""
+        while every > 0:
+            await asyncio.sleep(every)
+            await self.reload()
 
     async def reload(self) -> None:
         """Reads the keys again, and loads models whose files have changed beside the old ones, which then finish."""
@@ -130,7 +86,7 @@ class State:
                     continue
                 old = self.models.swap(new)
                 LOG.info("%s is %s now, it was %s", new.name, new.pipe.index.hash[:12], old.pipe.index.hash[:12])
-                await asyncio.to_thread(old.scheduler.close)
+                await asyncio.to_thread(old.close)
 
 
 def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = ()) -> Guard:
@@ -169,7 +125,7 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        counts = [(served.name, served.scheduler.counts()) for served in state.models]
+        counts = [(served.name, served.counts()) for served in state.models]
         return Response(state.metrics.text(state.access, counts), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
@@ -221,11 +177,12 @@ async def _generate(state: State, request: Any) -> dict[str, Any] | AsyncIterato
     jobs = asked.jobs(served, client.name, state.limits)
     with ExitStack() as stack:
         stack.enter_context(client.hold(len(jobs)))
-        images = Images(served, jobs, state.pool)
+        images = await served.start(jobs)
         stack.callback(images.cancel)
+        common = _settings(served, jobs)
         if asked.stream:
-            return _stream(images, stack.pop_all())
-        work = asyncio.create_task(_collect(images, asked, state.files, str(request.base_url)))
+            return _stream(images, jobs, common, stack.pop_all())
+        work = asyncio.create_task(_collect(images, jobs, common, asked, state.files, str(request.base_url)))
         gone = asyncio.create_task(_gone(request.receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,47 +208,49 @@ def _about(job: Job, event: Finished, trace: bool = False) -> dict[str, Any]:
     return {**about, "trace": event.trace.describe()["evaluations"]} if trace else about
 
 
-def _settings(images: Images) -> dict[str, Any]:
-    served = images.served
+def _settings(served: Served, jobs: Sequence[Job]) -> dict[str, Any]:
     common = {"background": "opaque", "output_format": "png", "quality": "high", "size": f"{served.side}x{served.side}"}
-    return {**common, "model": served.name, "settings": served.pipe.settings_of(images.jobs[0].plan)}
+    return {**common, "model": served.name, "settings": served.pipe.settings_of(jobs[0].plan)}
 
 
-async def _collect(images: Images, asked: Generation, files: Files, base: str) -> dict[str, Any]:
-    data: list[dict[str, Any]] = [{}] * len(images.jobs)
-    async for index, event in images.events():
-        if isinstance(event, Finished):
-            png = await images.render(index, event)
-            url = asked.response_format == "url"
-            image = {"url": base.rstrip("/") + FILES + files.keep(png)} if url else {"b64_json": _base64(png)}
-            data[index] = {**image, **_about(images.jobs[index], event, bool(asked.trace))}
-    return {"created": int(time.time()), "data": data, **_settings(images)}
+async def _collect(
+    images: Images, jobs: Sequence[Job], common: dict[str, Any], asked: Generation, files: Files, base: str
+) -> dict[str, Any]:
+    data: list[dict[str, Any]] = [{}] * len(jobs)
+    async for shown in images.shown():
+        if shown is not None and isinstance(shown.event, Finished):
+            if asked.response_format == "url":
+                image = {"url": base.rstrip("/") + FILES + files.keep(shown.png)}
+            else:
+                image = {"b64_json": _base64(shown.png)}
+            data[shown.number] = {**image, **_about(jobs[shown.number], shown.event, bool(asked.trace))}
+    return {"created": int(time.time()), "data": data, **common}
 
 
-async def _stream(images: Images, stack: ExitStack) -> AsyncIterator[bytes]:
+async def _stream(
+    images: Images, jobs: Sequence[Job], common: dict[str, Any], stack: ExitStack
+) -> AsyncIterator[bytes]:
     """Yields server-sent events: previews with the experts' weights, then each image."""
     with stack:
-        common, sent = _settings(images), [0] * len(images.jobs)
+        sent = [0] * len(jobs)
         try:
-            async for index, event in images.events():
-                if not isinstance(event, Preview | Finished):
+            async for shown in images.shown():
+                if shown is None:
                     yield b": still at work\n\n"
                     continue
-                about: dict[str, Any] = {
-                    "type": "image_generation.partial_image",
-                    "created_at": int(time.time()),
-                    **common,
-                }
-                about |= {"b64_json": _base64(await images.render(index, event)), "index": index}
+                index, event, png = shown
+                about = {"created_at": int(time.time()), **common, "b64_json": _base64(png), "index": index}
                 if isinstance(event, Preview):
+                    kind = "image_generation.partial_image"
                     about |= {
                         "partial_image_index": sent[index], "step": event.number + 1,
                         "t": round(event.t, 6), "weights": [round(weight, 6) for weight in event.weights],
                     }  # fmt: skip
                     sent[index] += 1
                 else:
-                    about |= {"type": "image_generation.completed", **_about(images.jobs[index], event, trace=True)}
-                yield f"event: {about['type']}\ndata: {json.dumps(about)}\n\n".encode()
+                    kind = "image_generation.completed"
+                    about |= _about(jobs[index], event, trace=True)
+                yield f"event: {kind}\ndata: {json.dumps({'type': kind, **about})}\n\n".encode()
         except Exception as error:
             refusal = Refusal.of(error)
             if refusal.status == 500:
@@ -307,13 +266,10 @@ def _base64(content: bytes) -> str:
 
 
 def serve(
-    sources: Sequence[Source], host: str, port: int, limits: Limits, *, access: Access, metrics: Metrics,
-    names: Sequence[str] = (), origins: Sequence[str] = (), reload_every: float = 10.0,
-    on_start: Callable[[str, Models], None],
+    state: State, host: str, port: int, *, names: Sequence[str] = (), origins: Sequence[str] = (),
+    reload_every: float = 10.0, on_start: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Serves models until SIGTERM; `on_start` is told the address."""
-    models = Models(sources, limits)
-    state = State(models, access, limits, metrics)
     tasks: set[asyncio.Task[None]] = set()
 
     def spawn(work: Any) -> None:
@@ -321,20 +277,15 @@ def serve(
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    async def watch() -> None:
-        while reload_every > 0:
-            await asyncio.sleep(reload_every)
-            await state.reload()
-
     def started(url: str) -> None:
-        on_start(url, models)
-        spawn(watch())
+        on_start(url)
+        spawn(state.watch(reload_every))
 
     def stop() -> None:
         state.draining = True
 
     try:
         app = make_app(state, names, origins)
-        run(app, host, port, limits, on_start=started, on_stop=stop, on_hangup=lambda: spawn(state.reload()))
+        run(app, host, port, state.limits, on_start=started, on_stop=stop, on_hangup=lambda: spawn(state.reload()))
     finally:
-        models.close(cancel=True)
+        state.models.close(cancel=True)

@@ -30,6 +30,7 @@ from atoll.serving.settings import Limits
 
 LOG = logging.getLogger("atoll.serving")
 NEEDED = "serving needs FastAPI, uvicorn, httpx and prometheus-client: run `pip install 'atoll[serve]'`"
+SWITCH = 0.0005  # seconds
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 HEADERS = {
     b"x-content-type-options": b"nosniff",
@@ -215,11 +216,17 @@ async def _respond(send: Send, status: int, body: bytes, headers: Mapping[str, s
     await send({"type": "http.response.body", "body": body})
 
 
-def run(
-    app: Any, host: str, port: int, limits: Limits, *, on_start: Callable[[str], None], on_stop: Callable[[], None],
-    on_hangup: Callable[[], None],
-) -> None:  # fmt: skip
-    """Serves until SIGTERM or SIGINT; then finishes what is in flight. SIGHUP calls `on_hangup`."""
+def share_interpreter() -> None:
+    """Lets the threads of a server have the interpreter soon after they ask for it.
+
+    A thread that computes releases it at every operation, but has it again before another is awake, until that one has
+    waited for 5 ms, as Python has it: a preview passes through three threads.
+    """
+    sys.setswitchinterval(SWITCH)
+
+
+def uvicorn_config(app: Any, limits: Limits) -> Any:
+    """Returns how uvicorn shall serve an app: patient, but not for ever."""
     try:
         import uvicorn
         from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -251,6 +258,22 @@ def run(
                 self.timer.cancel()
                 self.timer = None
 
+    return uvicorn.Config(
+        app, http=Patient, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
+        proxy_headers=False, server_header=False, limit_concurrency=limits.connections, timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(limits.drain)), h11_max_incomplete_event_size=32 << 10,
+    )  # fmt: skip
+
+
+def run(
+    app: Any, host: str, port: int, limits: Limits, *, on_start: Callable[[str], None], on_stop: Callable[[], None],
+    on_hangup: Callable[[], None],
+) -> None:  # fmt: skip
+    """Serves until SIGTERM or SIGINT; then finishes what is in flight. SIGHUP calls `on_hangup`."""
+    share_interpreter()
+    config = uvicorn_config(app, limits)
+    import uvicorn
+
     class Server(uvicorn.Server):
         """One that ends with 0 after SIGTERM: an orderly end is no failure."""
 
@@ -259,11 +282,6 @@ def run(
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    config = uvicorn.Config(
-        app, http=Patient, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-        proxy_headers=False, server_header=False, limit_concurrency=limits.connections, timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(limits.drain)), h11_max_incomplete_event_size=32 << 10,
-    )  # fmt: skip
     server = Server(config)
 
     async def serve(listening: socket.socket) -> None:
@@ -280,7 +298,7 @@ def run(
         on_start(f"http://{f'[{address}]' if ':' in address else address}:{own_port}")
         await server.serve([listening])
 
-    with _listen(host, port) as listening:
+    with listen(host, port) as listening:
         asyncio.run(serve(listening))
 
 
@@ -290,7 +308,8 @@ def warn_if_open(host: str, keys: Path | None) -> None:
         warnings.warn(f"whoever reaches {host} may ask: give --keys, or leave --host out", stacklevel=3)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there, or says why none can."""
     if not 0 <= port <= 65535:
         raise InputError(f"cannot listen on port {port}: choose a --port from 1 to 65535, or 0 for any that is free")
     try:

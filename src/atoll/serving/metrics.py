@@ -61,8 +61,9 @@ class Metrics:
                 for number, count in samples.items():
                     metrics.answered(model, number, count)
 
-            def finished(self, waited: float, took: float, without: bool) -> None:
-                metrics._waits.labels(model).observe(waited)
+            def finished(self, waited: float | None, without: bool) -> None:
+                if waited is not None:
+                    metrics._waits.labels(model).observe(waited)
                 metrics._images.labels(model, "no" if without else "yes").inc()
 
         return Observing()

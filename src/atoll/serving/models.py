@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from atoll.errors import InputError, plural, unknown
 from atoll.sampling.assemble import find_model
 from atoll.sampling.expert import VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
-from atoll.serving.scheduler import Observer, Scheduler
+from atoll.serving.images import Images, OwnImages
+from atoll.serving.scheduler import Job, Observer, Scheduler
 from atoll.serving.settings import Limits
+from atoll.storage import read_bytes
 
 NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 SHEET = "sheet.png"  # of a cluster, as `atoll partition` writes it
 MAX_SHEET = 32 << 20
+CREDITS, MAX_CREDITS = "CREDITS.md", 64 << 10
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Source:
     observer: Observer | None = None
 
     @classmethod
-    def parse(cls, spec: str, **more: Any) -> "Source":
+    def parse(cls, spec: str, observer: Callable[[str], Observer] | None = None, **more: Any) -> "Source":
         """Reads PLACE or NAME=PLACE; the name of a folder is its last part, that of a hub id the id."""
         name, equals, place = spec.partition("=")
         if not equals:
@@ -42,20 +45,29 @@ class Source:
             raise InputError(
                 f"a model is named by letters, digits, dots and dashes, but one is {name!r}: use NAME=FOLDER"
             )
-        return cls(name, place, **more)
+        return cls(name, place, observer=observer and observer(name), **more)
 
 
 class Served:
-    """One version of a model, with its scheduler."""
+    """One version of a model: what a server says of it; a subclass makes its images."""
 
-    def __init__(self, source: Source, limits: Limits) -> None:
-        self.source, self.name, self.created = source, source.name, int(time.time())
-        self.pipe = AtollPipeline(source.place, **source.options)
-        self.scheduler = Scheduler(self.pipe, limits, source.observer)
-        space = self.pipe.index.latent_space
+    def __init__(self, source: Source, pipe: AtollPipeline) -> None:
+        self.source, self.name, self.pipe = source, source.name, pipe
+        space = pipe.index.latent_space
         self.side = space.shape[1] * space.codec.factor
-        self.about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "atoll",
+        self.about = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "atoll",
                       "atoll": self._describe()}  # fmt: skip
+
+    async def start(self, jobs: Sequence[Job]) -> Images:
+        """Begins to make images; raises BusyError if there is no room."""
+        raise NotImplementedError
+
+    def counts(self) -> tuple[int, int]:
+        """Returns how many images are in flight, and how many wait."""
+        raise NotImplementedError
+
+    def close(self, cancel: bool = False) -> None:
+        """Takes no more images; returns when those that are here are finished, or cancelled."""
 
     def _describe(self) -> dict[str, Any]:
         index, pipe = self.pipe.index, self.pipe
@@ -65,8 +77,16 @@ class Served:
             "license": index.license,
             "guidance": pipe.guidance,
             "router": None if index.router is None else index.router.model,
+            "credits": self._credits(),
             "experts": [self._expert(k, expert) for k, expert in enumerate(pipe.ensemble.experts)],
         }
+
+    def _credits(self) -> str | None:
+        """Returns who has trained what, if the model's folder says so, as that of a federation does."""
+        try:
+            return read_bytes(self.pipe.folder / CREDITS, MAX_CREDITS, self.pipe.folder).decode()
+        except (OSError, ValueError):
+            return None
 
     def _expert(self, number: int, expert: VelocityExpert | None) -> dict[str, Any]:
         """Returns what there is to know of an expert: what it learned, from what, and where it is."""
@@ -94,15 +114,32 @@ class Served:
         )
 
 
+class ServedHere(Served):
+    """A model whose images a scheduler of this process makes."""
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        super().__init__(source, AtollPipeline(source.place, **source.options))
+        self.scheduler = Scheduler(self.pipe, limits, source.observer)
+
+    async def start(self, jobs: Sequence[Job]) -> Images:
+        return OwnImages(self.pipe, self.scheduler, jobs)
+
+    def counts(self) -> tuple[int, int]:
+        return self.scheduler.counts()
+
+    def close(self, cancel: bool = False) -> None:
+        self.scheduler.close(cancel)
+
+
 class Models:
     """All models by name; the first is the default."""
 
-    def __init__(self, sources: Sequence[Source], limits: Limits) -> None:
+    def __init__(self, sources: Sequence[Source], open_model: Callable[[Source], Served]) -> None:
         names = [source.name for source in sources]
         if len(set(names)) < len(names) or not names:
             raise InputError(f"{plural(len(names), 'model')} need as many names: give them as NAME=FOLDER")
-        self._limits = limits
-        self._served = {source.name: Served(source, limits) for source in sources}
+        self.open = open_model  # also for a new version, beside the one that is served
+        self._served = {source.name: open_model(source) for source in sources}
 
     def __iter__(self) -> Any:
         return iter(self._served.values())
@@ -125,10 +162,6 @@ class Models:
                 changed.append(served.source)
         return changed
 
-    def open(self, source: Source) -> Served:
-        """Loads a new version, beside the one that is served."""
-        return Served(source, self._limits)
-
     def swap(self, new: Served) -> Served:
         """Serves a new version from now on; returns the old one, which still has to finish its images."""
         old, self._served[new.name] = self._served[new.name], new
@@ -136,4 +169,4 @@ class Models:
 
     def close(self, cancel: bool = False) -> None:
         for served in self:
-            served.scheduler.close(cancel)
+            served.close(cancel)

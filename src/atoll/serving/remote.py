@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -42,6 +42,56 @@ def digest_of_text(tokens: Tensor) -> bytes:
     return hashlib.sha256(str(tuple(content.shape)).encode() + content.numpy().tobytes()).digest()
 
 
+class Carrier(Protocol):
+    """Takes requests to the owner of an expert, and answers back."""
+
+    def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
+        """Returns status and content of at most `largest` bytes; raises OSError or ValueError if none comes in time."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class Http:
+    """Requests by HTTP, on connections that are kept."""
+
+    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+        try:
+            import httpx
+        except ImportError as error:
+            raise InputError(NEEDED) from error
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+            raise InputError(f"{url!r} is no URL of an expert: give one such as https://experts.example.org")
+        if not 0 < timeout <= 3600:
+            raise InputError(f"the timeout must lie above 0 and be at most 3600 seconds, but is {timeout}")
+        if key and parts.scheme == "http" and parts.hostname not in LOCAL:
+            LOG.warning("the key for %s goes over the network as it is: use https", parts.netloc)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._failure, self._client = httpx.HTTPError, httpx.Client(headers=headers, follow_redirects=False)
+        self.url, self.timeout = url.rstrip("/"), timeout
+
+    def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
+        try:
+            return self._request(method, path, body, largest)
+        except self._failure as error:
+            raise OSError(reason_of(error) or type(error).__name__) from error
+
+    def _request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
+        end, content = time.monotonic() + self.timeout, b""
+        with self._client.stream(method, self.url + path, content=body, timeout=self.timeout) as response:
+            for chunk in response.iter_raw():
+                content += chunk
+                if len(content) > largest:
+                    raise ValueError("its answer is too large")
+                if time.monotonic() > end:
+                    raise ValueError(f"it took more than {self.timeout:g} seconds")
+            return response.status_code, content
+
+    def close(self) -> None:
+        self._client.close()
+
+
 class RemoteExpert(VelocityExpert):
     """An expert of `atoll serve-expert` at a URL."""
 
@@ -55,31 +105,21 @@ class RemoteExpert(VelocityExpert):
         timeout: float = 10.0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        carrier: Carrier | None = None,
     ) -> None:
-        """Asks what expert it is. `timeout` is in seconds, of a whole answer; `dtype` that of latents on the wire."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise InputError(NEEDED) from error
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise InputError(f"{url!r} is no URL of an expert: give one such as https://experts.example.org")
-        if not 0 < timeout <= 3600:
-            raise InputError(f"the timeout must lie above 0 and be at most 3600 seconds, but is {timeout}")
-        if key and parts.scheme == "http" and parts.hostname not in LOCAL:
-            LOG.warning("the key for %s goes over the network as it is: use https", parts.netloc)
-        self.url, self.path, self.timeout, self._wire = url.rstrip("/"), url, timeout, dtype
-        self.device = torch.device(device)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx
-        self._client = httpx.Client(headers=headers, follow_redirects=False)
+        """Asks what expert it is. `timeout` is in seconds, of a whole answer; `dtype` that of latents on the wire.
+
+        A `carrier` takes requests there in another way than HTTP; `url` then only names the expert.
+        """
+        self.url, self.path, self._wire, self.device = url.rstrip("/"), url, dtype, torch.device(device)
+        self._carrier = carrier or Http(url, key, timeout)
         self._digests = WeakTensorKeyDictionary()
         self._known: set[bytes] = set()  # the texts that the owner has
         self._away: str | None = None  # why
         self._lock, self._closed = threading.Lock(), threading.Event()
         try:
             self.card = self._read_card()
-        except (httpx.HTTPError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise InputError(
                 f"no expert answers at {url} ({reason_of(error)}): start `atoll serve-expert` there"
             ) from error
@@ -97,7 +137,7 @@ class RemoteExpert(VelocityExpert):
 
     def close(self) -> None:
         self._closed.set()
-        self._client.close()
+        self._carrier.close()
 
     def velocity(self, x: Tensor, t: Tensor, text: Any = None) -> Tensor:
         """Returns dx/dt of an expert that reads no text."""
@@ -135,7 +175,7 @@ class RemoteExpert(VelocityExpert):
             u = load(answer).get("u")
             if u is None or u.shape != x.shape or u.dtype != self._wire:
                 raise ValueError("its answer has not the shape of the question")
-        except (self._http.HTTPError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             reason = printable(reason_of(error) or type(error).__name__, 200)
             self._leave(reason)
             raise AwayError(f"the expert at {self.url} is away ({reason})") from error
@@ -146,7 +186,7 @@ class RemoteExpert(VelocityExpert):
         largest = body["x"].numel() * body["x"].element_size() + (64 << 10)
         for missing in ([pair for pair in texts if pair[0] not in self._known], texts):
             own = {f"text.{name.hex()}": tokens[0].cpu().float().contiguous() for name, tokens in missing}
-            status, answer = self._request("POST", "/v1/velocity", save({**body, **own}), largest)
+            status, answer = self._carrier.request("POST", "/v1/velocity", save({**body, **own}), largest)
             if status != 409:
                 break
         if status != 200:
@@ -154,20 +194,8 @@ class RemoteExpert(VelocityExpert):
         self._known.update(name for name, _ in texts)
         return answer
 
-    def _request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
-        """Returns status and content; at most `largest` bytes, and all within the timeout."""
-        end, content = time.monotonic() + self.timeout, b""
-        with self._client.stream(method, self.url + path, content=body, timeout=self.timeout) as response:
-            for chunk in response.iter_raw():
-                content += chunk
-                if len(content) > largest:
-                    raise ValueError("its answer is too large")
-                if time.monotonic() > end:
-                    raise ValueError(f"it took more than {self.timeout:g} seconds")
-            return response.status_code, content
-
     def _read_card(self) -> ExpertCard:
-        status, content = self._request("GET", "/v1/expert", None, MAX_CARD)
+        status, content = self._carrier.request("GET", "/v1/expert", None, MAX_CARD)
         if status != 200:
             raise ValueError(f"it answers {status}")
         try:
@@ -189,7 +217,7 @@ class RemoteExpert(VelocityExpert):
             try:
                 if self._read_card() != self.card:
                     raise ValueError("another expert answers there now")
-            except (self._http.HTTPError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 self._away = printable(reason_of(error) or type(error).__name__, 200)
                 continue
             self._known.clear()

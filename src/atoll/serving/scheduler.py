@@ -111,8 +111,8 @@ class Observer:
     def stepped(self, seconds: float, images: int, samples: Counter[int]) -> None:
         """A step is done: how many images it advanced, and how many of them each expert has answered."""
 
-    def finished(self, waited: float, took: float, without: bool) -> None:
-        """An image is done."""
+    def finished(self, waited: float | None, without: bool) -> None:
+        """An image is done, after it has waited for so many seconds if that is known."""
 
 
 class Scheduler:
@@ -296,7 +296,7 @@ class Scheduler:
         assert image.started is not None
         times, weights = zip(*image.evaluations, strict=True)
         without = tuple(sorted(image.sample.without))
-        self.observer.finished(image.started - image.arrived, time.monotonic() - image.started, bool(without))
+        self.observer.finished(image.started - image.arrived, bool(without))
         return Finished(latents, ImageTrace(times, torch.tensor(weights)), without)
 
 

@@ -2,53 +2,83 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import InputError, plural, printable
 from atoll.sampling.expert import VelocityExpert
 from atoll.serving.access import Access
-from atoll.serving.api import serve
+from atoll.serving.api import State, serve
 from atoll.serving.guard import warn_if_open
 from atoll.serving.metrics import Metrics
-from atoll.serving.models import Models, Source
+from atoll.serving.models import Models, Served, ServedHere, Source
 from atoll.serving.remote import RemoteExpert
 from atoll.serving.settings import Limits
 from atoll.storage import read_bytes, reason_of
 from atoll.tensors import get_device
 
 
-def start(
-    specs: Sequence[str], limits: Limits, *, port: int, host: str, keys: Path | None, clusters: Path | None,
-    remote: Sequence[str], remote_key: Path | None, remote_timeout: float, names: Sequence[str],
-    origins: Sequence[str], reload_every: float, options: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """Opens the models and serves them; prints where."""
-    if not specs:
-        raise InputError("there is no model: give a folder that `atoll assemble` has made, or a hub id")
-    if (remote or clusters is not None) and len(specs) > 1:
-        raise InputError("--remote and --clusters are of one model: serve it alone")
-    access, metrics = Access(keys), Metrics()
-    elsewhere = open_remotes(remote, remote_key, remote_timeout, options["device"])
-    warn_if_open(host, keys)
-    sources = []
-    for spec in specs:
-        source = Source.parse(spec, options={**options, "elsewhere": elsewhere}, clusters=clusters)
-        sources.append(
-            Source(source.name, source.place, source.options, source.clusters, metrics.observer(source.name))
-        )
+@dataclass(frozen=True)
+class Launch:
+    """What is served, and how: what the flags say. It can be sent to other processes, which open the models."""
 
-    def tell(url: str, models: Models) -> None:
+    models: Sequence[str]
+    limits: Limits = Limits()  # noqa: RUF009
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    clusters: Path | None = None
+    remote: Sequence[str] = ()
+    remote_key: Path | None = None
+    remote_timeout: float = 10.0
+    names: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    reload_every: float = 10.0
+    options: Mapping[str, Any] = field(default_factory=lambda: {"device": "cpu"})  # of AtollPipeline
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise InputError("there is no model: give a folder that `atoll assemble` has made, or a hub id")
+        if (self.remote or self.clusters is not None) and len(self.models) > 1:
+            raise InputError("--remote and --clusters are of one model: serve it alone")
+
+    def sources(self, metrics: Metrics) -> list[Source]:
+        """Returns the models with their experts elsewhere, which have told by then what they are."""
+        elsewhere = open_remotes(self.remote, self.remote_key, self.remote_timeout, self.options["device"])
+        options = {**self.options, "elsewhere": elsewhere}
+        return [Source.parse(spec, metrics.observer, options=options, clusters=self.clusters) for spec in self.models]
+
+
+def start(launch: Launch) -> None:
+    """Opens the models and serves them; prints where."""
+    access, metrics = Access(launch.keys), Metrics()
+    sources = launch.sources(metrics)
+    warn_if_open(launch.host, launch.keys)
+    models = Models(sources, partial(ServedHere, limits=launch.limits))
+
+    def tell(url: str) -> None:
         for served in models:
-            index, places = served.pipe.index, plural(served.scheduler.places, "image")
-            about = f"{plural(index.num_experts, 'expert')}, {places} at a time, {index.hash[:12]}"
-            print(printable(f"{served.name}: {about}"), flush=True)
-        print(f"the studio is at {url}, the API at {url}/v1; Ctrl-C ends it", flush=True)
+            places = plural(served.scheduler.places, "image") if isinstance(served, ServedHere) else ""
+            print(printable(f"{about(served)}, {places} at a time"), flush=True)
+        print(where(url), flush=True)
 
     serve(
-        sources, host, port, limits, access=access, metrics=metrics, names=names, origins=origins,
-        reload_every=reload_every, on_start=tell,
+        State(models, access, launch.limits, metrics), launch.host, launch.port, names=launch.names,
+        origins=launch.origins, reload_every=launch.reload_every, on_start=tell,
     )  # fmt: skip
+
+
+def about(served: Served) -> str:
+    """Returns a line about a model that is served."""
+    index = served.pipe.index
+    return f"{served.name}: {plural(index.num_experts, 'expert')}, {index.hash[:12]}"
+
+
+def where(url: str) -> str:
+    """Returns the line that says where to look."""
+    return f"the studio is at {url}, the API at {url}/v1; Ctrl-C ends it"
 
 
 def open_remotes(specs: Sequence[str], key_file: Path | None, timeout: float, device: str) -> dict[int, VelocityExpert]:

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const KEPT = 48, FRAMES = 30;
 const store = { get: key => { try { return sessionStorage.getItem(key); } catch { return null; } },
                 set: (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* private */ } } };
-let models = [], model = null, off = new Set(), running = null, shown = null, pinned = null;
+let models = [], model = null, off = new Set(), running = null, shown = null, pinned = null, sheets = {};
 const history_ = [];
 
 function el(name, attributes = {}, ...children) {
@@ -67,27 +67,37 @@ class Stage {
     const around = 222, num = experts.length;
     const at = k => { const a = -Math.PI / 2 + (2 * Math.PI * (k + (num % 2 ? 0 : 0.5))) / num; return [around * Math.cos(a), around * Math.sin(a)]; };
     this.view = el("image", { x: -112, y: -112, width: 224, height: 224, class: "view", preserveAspectRatio: "xMidYMid slice" });
-    this.empty = el("text", { class: "empty", y: 5 }, "still water");
+    this.empty = el("text", { class: "empty", y: 5 }, "your image forms here");
     this.arcs = el("g");
     this.beams = []; this.islands = [];
-    const [wide, high] = [0, 1].map(i => Math.max(208, ...experts.map((_, k) => Math.abs(at(k)[i]) + 38)));
+    const [wide, high] = [0, 1].map(i => Math.max(208, ...experts.map((_, k) => Math.abs(at(k)[i]) + 46)));
     const root = el("svg", { viewBox: `${-wide} ${-high} ${2 * wide} ${2 * high}`, role: "img", "aria-label": "The image, and the experts around it" });
     this.sea.style.aspectRatio = `${wide} / ${high}`;
-    root.append(el("circle", { class: "lagoon", r: 204 }), el("circle", { class: "deep", r: 158 }));
+    root.append(el("circle", { class: "lagoon", r: 204 }), el("circle", { class: "deep", r: 158 }), el("circle", { class: "track", r: 176 }), this.arcs);
     experts.forEach((expert, k) => {
       const [x, y] = at(k), beam = paintedBy(el("line", { class: "beam", x1: x, y1: y, x2: x * 0.42, y2: y * 0.42, "stroke-width": 6 }), k);
       this.beams.push(beam); root.append(beam);
     });
-    root.append(el("circle", { class: "track", r: 176 }), this.arcs, el("rect", { class: "frame", x: -119, y: -119, width: 238, height: 238, rx: 16 }), this.view, this.empty);
+    root.append(el("rect", { class: "frame", x: -119, y: -119, width: 238, height: 238, rx: 16 }), this.view, this.empty);
     experts.forEach((expert, k) => {
       const [x, y] = at(k);
       const island = paintedBy(el("g", { class: "island", transform: `translate(${x} ${y})` },
-        el("ellipse", { class: "shore", rx: 34, ry: 30, transform: `rotate(${k * 47})` }), el("circle", { class: "land", r: 22 }), el("text", {}, String(k))), k);
+        el("ellipse", { class: "shore", rx: 45, ry: 41, transform: `rotate(${k * 47})` }), el("circle", { class: "land", r: 35 }), el("text", {}, String(k))), k);
       island.addEventListener("click", () => toggle(k));
       this.islands.push(island); root.append(island);
+      if (sheets[k]) this.land(k, sheets[k]);
     });
     this.sea.replaceChildren(root);
     this.mark();
+  }
+
+  // What an island has seen: the middle of its contact sheet, with its number beside it.
+  land(k, { source, wide, high }) {
+    const island = this.islands[k], scale = 330 / wide;
+    if (!island || island.querySelector("image")) return;
+    const text = island.querySelector("text"), side = k % 2 ? 26 : -26;
+    text.before(el("image", { href: source, x: -165, y: -high * scale / 2, width: 330, height: high * scale }), el("circle", { class: "badge", cx: side, cy: 26, r: 14 }));
+    text.setAttribute("x", side); text.setAttribute("y", 26);
   }
 
   clear() { this.arcs.replaceChildren(); this.works([]); }
@@ -194,15 +204,14 @@ function say(text, bad = false) { $("status").textContent = text; $("status").cl
 async function paint() {
   if (running) running.abort();
   const stop = running = new AbortController(), made = settings(), name = k => `expert ${k}`;
-  const experts = model.atoll.experts.map(one => one.number).filter(k => !off.has(k) && model.atoll.experts[k].place !== "missing");
+  const experts = able().filter(k => !off.has(k));
   if (!experts.length) { running = null; return say("All experts are switched off: switch one on.", true); }
   $("paint").textContent = "Stop"; $("paint").classList.add("stop");
   live.clear(); live.mark(); say("Waiting for a place …");
   const side = Number(model.atoll.size.split("x")[0]), frames = [];
-  const body = { model: model.id, prompt: made.prompt, negative_prompt: made.negative, seed: made.seed, steps: made.steps, guidance: made.guidance,
-                 routing: made.routing, solver: made.solver, stream: true, partial_images: Math.min(made.steps, FRAMES), preview: "state", ...(off.size ? { experts } : {}) };
+  const body = { ...request(made), stream: true, partial_images: Math.min(made.steps, FRAMES), preview: "state", ...(off.size ? { experts } : {}) };
   try {
-    const answer = await ask("/v1/images/generations", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal: stop.signal });
+    const answer = await post(body, stop.signal);
     if (!answer.ok) throw new Error(await sentence(answer));
     let last = 0;
     for await (const event of events(answer)) {
@@ -236,7 +245,10 @@ function finish(work) {
   say(`Done: ${drew}${work.without.length ? `; expert ${work.without.join(", ")} was away` : ""}`);
   caption(live, work);
   film(work);
-  for (const id of ["again", "pin", "link"]) $(id).disabled = false;
+  if (pinned) caption(still, pinned);
+  solos(work);
+  for (const id of ["again", "each", "pin", "link"]) $(id).disabled = false;
+  $("each").hidden = able().length < 2;
   const save = $("download");
   save.href = work.image; save.setAttribute("aria-disabled", "false"); save.removeAttribute("role");
   save.download = `${work.made.prompt.toLowerCase().replace(/[^a-z0-9]+/g, "-").slice(0, 60).replace(/^-|-$/g, "") || "atoll"}-${work.made.seed}.png`;
@@ -254,7 +266,50 @@ function caption(stage, work) {
   stage.caption.textContent = other ? (differ.join(" · ") || "the same settings") : `${made.prompt || "no prompt"} · seed ${made.seed}${made.off.length ? ` · without expert ${made.off.join(", ")}` : ""}`;
 }
 
-function shares(weights) { document.querySelectorAll("#experts .share i").forEach((bar, k) => { bar.style.width = `${100 * (weights[k] || 0)}%`; }); }
+function shares(weights) {
+  document.querySelectorAll("#experts .share i").forEach((bar, k) => { bar.style.width = `${100 * (weights[k] || 0)}%`; });
+  document.querySelectorAll("#experts .drew span").forEach((part, k) => { part.textContent = `drew ${Math.round(100 * (weights[k] || 0))}%`; });
+}
+
+// --- each expert alone -----------------------------------------------------------------------------------------------
+
+const able = () => model.atoll.experts.filter(expert => expert.place !== "missing").map(expert => expert.number);
+
+function request(made) {
+  return { model: model.id, prompt: made.prompt, negative_prompt: made.negative, seed: made.seed, steps: made.steps, guidance: made.guidance, routing: made.routing, solver: made.solver };
+}
+
+function post(body, signal) {
+  return ask("/v1/images/generations", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });
+}
+
+async function each() {
+  const work = shown, numbers = able();
+  work.alone = Object.fromEntries(numbers.map(k => [k, null]));
+  solos(work);
+  $("solo").scrollIntoView({ block: "nearest", behavior: "smooth" });
+  say("Each expert draws this alone …");
+  try {
+    await Promise.all(numbers.map(async k => {
+      const answer = await post({ ...request(work.made), experts: [k] });
+      if (!answer.ok) throw new Error(await sentence(answer));
+      work.alone[k] = png((await answer.json()).data[0].b64_json);
+      if (shown === work) solos(work);
+    }));
+    if (shown === work && !running) say("Done: the same prompt and seed, by each expert alone.");
+  } catch (error) { say(error.message || "The server does not answer.", true); }
+}
+
+function solos(work) {
+  $("solo").hidden = !work.alone;
+  if (!work.alone) return;
+  const smooth = work.side > 96 ? "view smooth" : "view";
+  const items = Object.entries(work.alone).map(([k, image]) => paintedBy(el("li", {},
+    image ? el("img", { src: image, alt: `Drawn by expert ${k} alone`, class: smooth }) : el("div", { class: "wait" }), `expert ${k} alone`), Number(k)));
+  items.push(el("li", {}, el("img", { src: work.image, alt: "Drawn together", class: smooth }), work.made.off.length ? `without expert ${work.made.off.join(", ")}` : "together"));
+  $("solos").style.setProperty("--num", items.length);
+  $("solos").replaceChildren(...items);
+}
 
 function film(work) {
   $("film").hidden = false;
@@ -314,10 +369,13 @@ function card(expert) {
   const item = paintedBy(el("li", {}, el("label", { class: "switch", for: `expert-${k}` }, `Expert ${k}`, box)), k);
   const learned = [KINDS[expert.objective] || expert.objective, expert.place === "elsewhere" ? "with its owner" : expert.place === "missing" ? "missing" : ""].filter(Boolean).join(" · ");
   item.append(el("p", {}, learned));
-  const trained = [expert.images && `${expert.images.toLocaleString("en")} images${expert.data ? ` of ${expert.data}` : ""}`, expert.samples && `${expert.samples.toLocaleString("en")} samples seen`, expert.license].filter(Boolean).join(" · ");
+  if (expert.images) item.append(el("p", {}, `saw ${expert.images.toLocaleString("en")} images${expert.data ? ` of ${expert.data}` : ""}, and none of the others’`));
+  const trained = [expert.samples && `${expert.samples.toLocaleString("en")} samples of training`, expert.license].filter(Boolean).join(" · ");
   if (trained) item.append(el("p", {}, trained));
-  item.append(el("div", { class: "share" }, el("i")));
-  if (expert.sheet) sheet(expert).then(source => {
+  item.append(el("div", { class: "drew" }, el("div", { class: "share" }, el("i")), el("span")));
+  if (expert.sheet) sheet(expert).then(({ source, wide, high }) => {
+    sheets[k] = { source, wide, high };
+    live.land(k, sheets[k]);
     const button = el("button", { type: "button", class: "thumb", "aria-label": `What expert ${k} was trained on` }, el("img", { src: source, alt: "" }));
     button.addEventListener("click", () => enlarge(expert, source));
     item.append(button);
@@ -328,7 +386,10 @@ function card(expert) {
 async function sheet(expert) {
   const answer = await ask(`/v1/sheets/${expert.number}?model=${encodeURIComponent(model.id)}`);
   if (!answer.ok) throw new Error();
-  return URL.createObjectURL(await answer.blob());
+  const image = new Image();
+  image.src = URL.createObjectURL(await answer.blob());
+  await image.decode();
+  return { source: image.src, wide: image.naturalWidth, high: image.naturalHeight };
 }
 
 function enlarge(expert, source) {
@@ -340,7 +401,7 @@ function enlarge(expert, source) {
 }
 
 function choose(one) {
-  model = one; off = new Set(); shown = null; pinned = null;
+  model = one; off = new Set(); shown = null; pinned = null; sheets = {};
   $("model").value = one.id; $("pinned").hidden = true;
   const experts = one.atoll.experts, num = experts.filter(expert => expert.place !== "missing").length;
   $("headline").textContent = num > 1 ? `${words[num] || num} models that never met paint together.` : "One model paints.";
@@ -349,6 +410,7 @@ function choose(one) {
   live.build(experts);
   $("experts").replaceChildren(...experts.map(card));
   $("about").textContent = `${one.id} · ${one.atoll.size} · licence ${one.atoll.license} · ${one.atoll.hash.slice(0, 12)}`;
+  $("credits").hidden = !one.atoll.credits; document.querySelector("#who pre").textContent = one.atoll.credits || "";
   refresh();
 }
 
@@ -360,6 +422,8 @@ $("form").addEventListener("input", refresh);
 $("prompt").addEventListener("keydown", event => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); paint(); } });
 $("dice").addEventListener("click", random);
 $("again").addEventListener("click", () => { random(); paint(); });
+$("each").addEventListener("click", each);
+$("credits").addEventListener("click", () => $("who").showModal());
 $("pin").addEventListener("click", pin);
 $("link").addEventListener("click", async () => {
   const url = location.href.split("#")[0] + link(shown.made);

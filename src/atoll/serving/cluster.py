@@ -1,0 +1,406 @@
+"""`atoll serve --engine ray`: the same server as a Ray Serve application.
+
+Ray Serve's proxy passes requests to one gateway: the app of `api.py` with its guard, keys, limits per key and image
+URLs, but without weights. Behind it are replicas of each model, which Ray Serve chooses by how busy they are, each with
+a scheduler of its own. An image depends on its prompt, seed and settings alone; so if a replica is lost, the gateway
+asks another for the images that it owes, and the client sees nothing of it.
+
+With `spread`, every expert of a replica is an actor of its own, asked as a remote expert is (`remote.py`), for models
+whose experts do not fit one GPU together.
+"""
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from atoll.cards import ModelIndex
+from atoll.encoders.pretrained import require
+from atoll.engines.engine import USUAL
+from atoll.engines.ray import Ray
+from atoll.errors import InputError, plural, printable
+from atoll.sampling.assemble import find_model
+from atoll.sampling.expert import FolderExpert, VelocityExpert
+from atoll.sampling.pipeline import AtollPipeline, get_dtype
+from atoll.serving.access import Access
+from atoll.serving.api import State, make_app
+from atoll.serving.guard import LOG, Refusal, listen, share_interpreter, warn_if_open
+from atoll.serving.images import Images, Shown
+from atoll.serving.metrics import Metrics
+from atoll.serving.models import Models, Served, ServedHere, Source
+from atoll.serving.owner import Owner
+from atoll.serving.remote import RemoteExpert
+from atoll.serving.scheduler import BusyError, Job, Observer, Preview
+from atoll.serving.start import Launch, about, where
+from atoll.storage import reason_of
+from atoll.tensors import get_device
+
+APP = "atoll"  # the name of the Ray Serve application
+LOSSES = 5  # of replicas in a row, until a request is refused
+LINGER = 60.0  # seconds that the last version of a model still answers who has asked for it
+LOADING = 300.0  # seconds that an actor may take to load its expert
+STARTING = 600.0  # seconds that the application may take to start
+NOTHING = torch.empty(0)
+
+
+class Refused(NamedTuple):
+    """A refusal on its way from a replica; exceptions do not travel well."""
+
+    status: int
+    message: str
+    param: str | None
+    retry_after: int | None
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refused":
+        refusal = Refusal.of(error)
+        if refusal.status == 500:
+            LOG.exception("images failed")
+        return cls(refusal.status, refusal.message, refusal.param, refusal.retry_after)
+
+
+# --- a replica ----------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """Runs on a node: a model with its scheduler."""
+
+    def __init__(self, launch: Launch, name: str, actor_options: Mapping[str, float] | None) -> None:
+        """With `actor_options`, each expert is an actor of its own, which reserves that."""
+        share_interpreter()
+        self._limits, self._actors = launch.limits, actor_options
+        self._source = next(source for source in launch.sources(Metrics()) if source.name == name)
+        self._timeout, self._opening = launch.remote_timeout, asyncio.Lock()
+        current = self._open()
+        self._versions = {current.pipe.index.hash: current}
+
+    def _open(self) -> ServedHere:
+        source = self._source
+        if self._actors is not None:
+            options = dict(source.options)
+            options["elsewhere"] = {**self._spread(Path(find_model(source.place))), **options["elsewhere"]}
+            source = replace(source, options=options)
+        return ServedHere(source, self._limits)
+
+    def _spread(self, folder: Path) -> dict[int, VelocityExpert]:
+        """Returns the experts of the folder, each in an actor of its own, which lives as long as this process."""
+        ray, options = require("ray", "ray"), self._source.options
+        index, device = ModelIndex.read(folder), get_device(options["device"])
+        own = {name: options.get(name) for name in ("device", "dtype", "conversion")}
+        actors = {
+            k: ray.remote(ExpertActor)
+            .options(max_restarts=-1, **self._actors)
+            .remote(folder / part.folder, self._limits.images, own)
+            for k, part in enumerate(index.experts)
+            if part is not None and k not in options["elsewhere"]
+        }
+        return {
+            k: RemoteExpert(f"actor:expert_{k}", device=device, carrier=ActorCarrier(actor, self._timeout))
+            for k, actor in actors.items()
+        }
+
+    async def _version(self, digest: str) -> ServedHere:
+        async with self._opening:
+            if digest not in self._versions:
+                new = await asyncio.to_thread(self._open)
+                olds, self._versions = self._versions, {**self._versions, new.pipe.index.hash: new}
+                for old in olds:
+                    asyncio.get_running_loop().call_later(LINGER, self._retire, old)
+            if digest not in self._versions:
+                raise BusyError("the model is being replaced: ask again", 1)
+            return self._versions[digest]
+
+    def _retire(self, digest: str) -> None:
+        if served := self._versions.pop(digest, None):
+            threading.Thread(target=served.close, daemon=True).start()
+
+    async def make(self, digest: str, jobs: Sequence[Job]) -> AsyncIterator[Shown | Refused | None]:
+        """Yields None when the images are taken, then what happens to them; at last a refusal if one fails."""
+        try:
+            served = await self._version(digest)
+            images = await served.start(jobs)
+        except Exception as error:
+            yield Refused.of(error)
+            return
+        try:
+            yield None
+            async for shown in images.shown():
+                yield shown and shown._replace(event=shown.event._replace(latents=NOTHING))
+        except Exception as error:
+            yield Refused.of(error)
+        finally:
+            images.cancel()
+
+
+class ExpertActor:
+    """Runs on a node: one expert, which answers velocities."""
+
+    def __init__(self, folder: Path, samples: int, options: Mapping[str, Any]) -> None:
+        dtype = options["dtype"]
+        expert = FolderExpert(
+            folder, conversion=options["conversion"], dtype=None if dtype is None else get_dtype(dtype),
+            device=get_device(options["device"]), index=ModelIndex.read(folder.parent),
+        )  # fmt: skip
+        self._owner = Owner(expert, samples)
+
+    def answer(self, body: bytes | None) -> tuple[int, bytes]:
+        """Returns status and velocities; without a body, the expert's card."""
+        if body is None:
+            return 200, json.dumps(self._owner.expert.card.values()).encode()
+        try:
+            return 200, self._owner.answer(body, "")
+        except Refusal as refusal:
+            return refusal.status, refusal.message.encode()
+
+
+class ActorCarrier:
+    """Takes a remote expert's requests to its actor."""
+
+    def __init__(self, actor: Any, timeout: float) -> None:
+        self._ray, self._actor, self.timeout = require("ray", "ray"), actor, timeout
+
+    def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
+        try:
+            answer: tuple[int, bytes] = self._ray.get(
+                self._actor.answer.remote(body), timeout=LOADING if body is None else self.timeout
+            )
+        except self._ray.exceptions.RayError as error:
+            raise OSError(reason_of(error)[:200] or type(error).__name__) from error
+        return answer
+
+    def close(self) -> None:
+        self._ray.kill(self._actor)
+
+
+# --- the gateway --------------------------------------------------------------------------------------------------
+
+
+class Replicated(Served):
+    """A model whose images replicas make."""
+
+    def __init__(self, source: Source, handle: Any) -> None:
+        super().__init__(source, AtollPipeline(source.place, **source.options))
+        self.handle, self.observer, self.in_flight = handle, source.observer or Observer(), 0
+
+    async def start(self, jobs: Sequence[Job]) -> Images:
+        images = ReplicaImages(self, jobs)
+        await images.ask()
+        return images
+
+    def counts(self) -> tuple[int, int]:
+        return self.in_flight, 0  # which of them wait, their replica knows
+
+
+class ReplicaImages:
+    """Images that a replica makes, or another if that one is lost."""
+
+    def __init__(self, served: Replicated, jobs: Sequence[Job]) -> None:
+        self.served, self.jobs = served, jobs
+        self._left = list(range(len(jobs)))  # those that are not done
+        self._asked: list[int] = []  # those of the stream
+        self._last = [-1] * len(jobs)  # the preview of each image that was shown last
+        self._stream: Any = None
+        self._lost = require("ray", "ray").exceptions.RayError
+
+    async def ask(self) -> None:
+        """Finds a replica for those that are left."""
+        self.cancel()
+        served, self._asked = self.served, list(self._left)
+        for number in range(LOSSES):
+            await asyncio.sleep(0.1 * number)
+            with suppress(self._lost, TimeoutError):
+                self._stream = served.handle.options(stream=True).make.remote(
+                    served.pipe.index.hash, [self.jobs[i] for i in self._asked]
+                )
+                async with asyncio.timeout(LOADING):
+                    taken = await anext(self._stream)
+                if isinstance(taken, Refused):
+                    raise Refusal(*taken)
+                served.in_flight += len(self._asked)
+                return
+            self._stream = None
+        raise Refusal(503, "no replica of the model answers: ask again", retry_after=5)
+
+    async def shown(self) -> AsyncIterator[Shown | None]:
+        while self._left:
+            try:
+                async for shown in self._stream:
+                    if shown is None:
+                        yield None
+                        continue
+                    if isinstance(shown, Refused):
+                        raise Refusal(*shown)
+                    number = self._asked[shown.number]
+                    if isinstance(shown.event, Preview):
+                        if shown.event.number <= self._last[number]:
+                            continue  # another replica has shown it
+                        self._last[number] = shown.event.number
+                    else:
+                        self._left.remove(number)
+                        self.served.observer.finished(None, bool(shown.event.without))
+                    yield shown._replace(number=number)
+            except self._lost as error:
+                LOG.warning("a replica is lost (%s): others make its images", reason_of(error)[:200])
+            if self._left:
+                await self.ask()
+
+    def cancel(self) -> None:
+        if self._stream is not None:
+            self.served.in_flight -= len(self._asked)
+            self._stream.cancel()
+            self._stream = None
+
+
+class Gateway:
+    """Runs on a node: the API and the studio, without weights."""
+
+    async def __init__(self, launch: Launch, handles: Mapping[str, Any]) -> None:
+        global _app  # noqa: PLW0603
+        metrics = Metrics()
+        models = Models(launch.sources(metrics), lambda source: Replicated(source, handles[source.name]))
+        self.state = State(models, Access(launch.keys), launch.limits, metrics)
+        _app = make_app(self.state, launch.names, launch.origins)
+        self._watching = asyncio.create_task(self.state.watch(launch.reload_every))
+
+    async def about(self) -> list[str]:
+        return [about(served) for served in self.state.models]
+
+    async def reload(self) -> None:
+        await self.state.reload()
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests, and waits until those in flight are answered."""
+        self.state.draining, end = True, time.monotonic() + seconds
+        while self.state.access.held and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+
+
+_app: Any = None  # of the gateway in this process
+
+
+def _gateway_app() -> Any:
+    """Returns what answers requests; Ray Serve calls it after the gateway was made."""
+    return _app
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def start_on_cluster(launch: Launch, address: str | None, replicas: int, spread: bool) -> None:
+    """Serves on a Ray cluster until SIGTERM; prints where."""
+    if not 1 <= replicas <= 1000:
+        raise InputError(f"--replicas must be from 1 to 1000, but is {replicas}")
+    serve, launch = require("ray.serve", "ray,serve"), _resolved(launch)
+    sources = launch.sources(Metrics())
+    indexes = {source.name: ModelIndex.read(find_model(source.place)) for source in sources}
+    Access(launch.keys)  # reads it, to refuse it here
+    warn_if_open(launch.host, launch.keys)
+    with listen(launch.host, launch.port) as free:
+        launch = replace(launch, port=free.getsockname()[1])
+    engine = Ray(address, launch.options["device"])
+    needed = engine.needed(USUAL)
+    actors = sum(1 + spread * sum(one is not None for one in index.experts) for index in indexes.values())
+    _require_room(engine.ray, needed, replicas * actors)
+    deployment, limits = serve.deployment, launch.limits
+    handles = {
+        name: deployment(Replica)
+        .options(
+            name=re.sub("[^A-Za-z0-9]+", "-", f"model-{name}"), num_replicas=replicas, ray_actor_options=needed,
+            max_ongoing_requests=limits.connections, graceful_shutdown_timeout_s=limits.drain,
+        )
+        .bind(launch, name, needed if spread else None)
+        for name in indexes
+    }  # fmt: skip
+    gateway = deployment(serve.ingress(_gateway_app)(Gateway)).options(
+        name="gateway", num_replicas=1, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=limits.connections,
+        graceful_shutdown_timeout_s=limits.drain,
+    )  # fmt: skip
+    stop, reload = threading.Event(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGHUP, lambda *_: reload.set())
+    http = {"host": launch.host, "port": launch.port}
+    serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"enable_access_log": False})
+    try:
+        handle = _run(serve, gateway.bind(launch, handles), stop)
+        for line in handle.about.remote().result(timeout_s=LOADING) if handle is not None else ():
+            print(printable(f"{line}, {plural(replicas, 'replica')}"), flush=True)
+        if handle is not None:
+            print(where(_find(launch.host, launch.port)), flush=True)
+            while not stop.wait(0.2):
+                if reload.is_set():
+                    reload.clear()
+                    handle.reload.remote()
+            handle.drain.remote(limits.drain).result(timeout_s=limits.drain + 30)
+    finally:
+        serve.delete(APP)
+        if not serve.status().applications:
+            serve.shutdown()
+
+
+def _resolved(launch: Launch) -> Launch:
+    """Returns what means the same in another folder."""
+
+    def place(spec: str) -> str:
+        name, equals, own = spec.rpartition("=")
+        source = Source.parse(spec)
+        return f"{source.name}={Path(own).resolve()}" if Path(own).exists() else f"{name}{equals}{own}"
+
+    paths = {name: getattr(launch, name) for name in ("keys", "clusters", "remote_key")}
+    absolute = {name: path and path.resolve() for name, path in paths.items()}
+    return replace(launch, models=tuple(map(place, launch.models)), **absolute)
+
+
+def _require_room(ray: Any, each: Mapping[str, float], num: int) -> None:
+    """Refuses what the cluster has no room for now; Ray would wait for it for ever."""
+    free = ray.available_resources()
+    for name, what in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        if num * each[name] > free.get(what, 0):
+            raise InputError(
+                f"{plural(num, 'worker')} with {plural(int(each[name]), what)} each are asked for, and the cluster "
+                f"has {free.get(what, 0):g} free: ask for fewer --replicas, or add nodes"
+            )
+
+
+def _run(serve: Any, app: Any, stop: threading.Event) -> Any:
+    """Returns the handle of the application when it answers; None: it was stopped before."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(serve.run(app, name=APP, route_prefix="/"))
+        except Exception as error:
+            ended.append(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    end = time.monotonic() + STARTING
+    while not ended and time.monotonic() < end and not stop.wait(0.05):
+        pass
+    if not ended and not stop.is_set():
+        raise InputError(f"the replicas did not start within {STARTING:g} seconds: look into `serve status`")
+    if ended and isinstance(ended[0], Exception):
+        raise InputError(f"the replicas cannot be started ({reason_of(ended[0])[:300]}): look into `serve status`")
+    return ended[0] if ended else None
+
+
+def _find(host: str, port: int) -> str:
+    """Returns the URL of Ray Serve's proxy; an older one of the cluster may listen elsewhere."""
+    name = f"[{host}]" if ":" in host else host
+    try:
+        with socket.create_connection((host, port), timeout=30):
+            return f"http://{name}:{port}"
+    except OSError as error:
+        raise InputError(
+            f"Ray Serve does not listen on {host} port {port}: if it runs on this cluster already, `serve shutdown` "
+            "ends it, or give its --host and --port"
+        ) from error

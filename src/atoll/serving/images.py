@@ -1,0 +1,80 @@
+"""The images of one request on their way: what their scheduler tells, as PNG files.
+
+Events come from the scheduler's thread, images are decoded in a thread of their own, and the event loop does nothing
+that takes time.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from atoll.sampling.folder import described_png, png_of
+from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.scheduler import Event, Failed, Finished, Job, Preview, Scheduler
+
+BEAT = 15.0  # seconds after which somebody who waits hears that all is well
+POOL = ThreadPoolExecutor(1, "atoll-render")
+
+
+class Shown(NamedTuple):
+    """An image of a request, or a preview of one."""
+
+    number: int  # of the image in its request
+    event: Preview | Finished
+    png: bytes
+
+
+class Images(Protocol):
+    """The images of one request on their way, wherever they are made."""
+
+    def shown(self) -> AsyncIterator[Shown | None]:
+        """Yields previews and images until all are done; None: nothing, for a while. Raises what has failed."""
+
+    def cancel(self) -> None:
+        """Ends those that are not done."""
+
+
+class OwnImages:
+    """Those that a scheduler of this process makes."""
+
+    def __init__(self, pipe: AtollPipeline, scheduler: Scheduler, jobs: Sequence[Job]) -> None:
+        """Submits them; raises BusyError if there is no room."""
+        self.pipe, self.jobs = pipe, jobs
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+        self._images = scheduler.submit(jobs, [partial(self._tell, i) for i in range(len(jobs))])
+
+    def _tell(self, index: int, event: Event) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    async def shown(self) -> AsyncIterator[Shown | None]:
+        left = len(self.jobs)
+        while left:
+            try:
+                async with asyncio.timeout(BEAT):
+                    index, event = await self._events.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, Failed):
+                raise event.error
+            left -= isinstance(event, Finished)
+            yield Shown(index, event, await self._loop.run_in_executor(POOL, self._render, self.jobs[index], event))
+
+    def _render(self, job: Job, event: Preview | Finished) -> bytes:
+        """Returns a PNG; a finished one says how it was made."""
+        pipe = self.pipe
+        if isinstance(event, Preview):
+            return png_of(pipe.render(event.latents)[0])
+        settings = pipe.settings_of(job.plan) | ({"without": list(event.without)} if event.without else {})
+        return described_png(
+            pipe.render(event.latents)[0], prompt=job.prompt, negative_prompt=job.negative, seed=job.seed,
+            model=pipe.index.hash, settings=settings,
+        )  # fmt: skip
+
+    def cancel(self) -> None:
+        for image in self._images:
+            image.cancel()
