@@ -193,6 +193,11 @@ class Store:
             about = _obstore().head(store, key)
         return about["size"], about["e_tag"] or ""
 
+    def modified(self, key: str) -> float:
+        """Returns when an object was written, by the store's own clock, in seconds since 1970."""
+        with self._request(key) as store:
+            return float(_obstore().head(store, key)["last_modified"].timestamp())
+
     def exists(self, key: str) -> bool:
         try:
             self.head(key)
