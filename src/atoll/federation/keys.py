@@ -127,7 +127,9 @@ class Identity:
             except FileExistsError:
                 pass  # another process has just made it
             except OSError as error:
-                raise InputError(f"cannot write {path} ({reason_of(error)}): set ATOLL_HOME to another folder") from error
+                raise InputError(
+                    f"cannot write {path} ({reason_of(error)}): set ATOLL_HOME to another folder"
+                ) from error
         if name is not None or not path.with_name(PERSON).exists():
             Person.parse({"key": "0" * 64, "name": name or "anonymous"}, "the person")
             write_json(path.with_name(PERSON), {"name": name or "anonymous"})

@@ -45,7 +45,7 @@ class Lease(Card):
     step: Count
     steps: Count
     released: bool = False
-    held: list[Held] = []  # by whom this run was worked on, the present holder last
+    held: list[Held] = Field(default_factory=list)  # by whom this run was worked on, the present holder last
 
     @classmethod
     def read(cls, store: Store, slot: int) -> tuple["Lease | None", str]:
@@ -191,7 +191,9 @@ class Holding:
             present, etag = Lease.read(self.store, self.lease.slot)
             if present is None or present.nonce != self.lease.nonce:
                 who = "nobody" if present is None else present.holder.name
-                self.lost = f"the lease of slot {self.lease.slot} was taken over by {who}, since no heartbeat came in time"
+                self.lost = (
+                    f"the lease of slot {self.lease.slot} was taken over by {who}, since no heartbeat came in time"
+                )
                 return False
             new = present.model_copy(update={"beat": present.beat + 1, "step": max(step, present.step), **changes})
             if _write(self.store, new, etag):
@@ -211,4 +213,3 @@ class Holding:
 def stop_this_process() -> None:
     """Ends training at its next step, with a checkpoint, as Ctrl-C would."""
     os.kill(os.getpid(), signal.SIGTERM)
-

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from atoll.errors import InputError, StoreError, printable, shown
 from atoll.federation.charter import CHARTER, MAX_CHARTER, MAX_SLOTS, Blob, Charter, Files, Slot
 from atoll.federation.keys import Identity, Person, home, key_of, library, unseal
-from atoll.object_store import PART, Store, is_url, locked, open_store, place_of
+from atoll.object_store import PART, StorePath, locked, open_store, place_of
 from atoll.storage import cache_folder, make_folder, parse_json, reason_of, resolved, write_whole
 
 if TYPE_CHECKING:
@@ -65,13 +65,14 @@ class Accepted(NamedTuple):
 
 def url_of(place: str | Path) -> str:
     """Returns the URL of a store that is named by URL or, a local one, by its folder."""
-    return str(place).rstrip("/") if is_url(place) else f"file://{resolved(place)}"
+    path = place_of(place)
+    return str(path).rstrip("/") if isinstance(path, StorePath) else f"file://{resolved(path)}"
 
 
 def is_federation(place: str | Path) -> bool:
     """Whether a model that is named so is a federation's: any URL, or a folder with its metadata."""
-    place = place_of(place) if is_url(place) else Path(place)
-    return is_url(place) or (place / "metadata" / "timestamp.json").is_file()
+    path = place_of(place)
+    return isinstance(path, StorePath) or (path / "metadata" / "timestamp.json").is_file()
 
 
 def fingerprint_of(root: bytes) -> str:
@@ -332,7 +333,9 @@ class Federation:
         except (tuf.LengthOrHashMismatchError, tuf.DownloadLengthMismatchError) as error:
             raise InputError(f"{where} is not the file that was signed: it was altered in the store") from error
         except (tuf.RepositoryError, tuf.DownloadError, StorageError, KeyError) as error:
-            raise InputError(f"{where} cannot be read ({printable(str(error), 120)}): it is damaged or forged") from error
+            raise InputError(
+                f"{where} cannot be read ({printable(str(error), 120)}): it is damaged or forged"
+            ) from error
         except InputError:
             raise
         except OSError as error:
@@ -483,12 +486,17 @@ class Federation:
         except (FrozenError, UnsignedError):
             if not all((self.folder / f"{name}.json").exists() for name in ("timestamp", "snapshot", "targets")):
                 raise
-        read = [Metadata.from_file(str(self.folder / f"{name}.json")) for name in ("root", "timestamp", "snapshot", "targets")]
+        read = [
+            Metadata.from_file(str(self.folder / f"{name}.json"))
+            for name in ("root", "timestamp", "snapshot", "targets")
+        ]
         self.root, self.timestamp, self.snapshot, self.targets = read  # type: ignore[assignment]
         self._read_charter()
         roles = self.root.signed.roles
         if identity.keyid not in roles["timestamp"].keyids:
-            raise UnsignedError(f"the timestamp of {self.url} is not valid, and this key may not sign one: ask a verifier")
+            raise UnsignedError(
+                f"the timestamp of {self.url} is not valid, and this key may not sign one: ask a verifier"
+            )
         with suppress(Exception):  # the store may have newer ones, whose time is over
             stamp: Any = Metadata.from_bytes(self.store.get("metadata/timestamp.json", MAX_METADATA))
             self.root.signed.verify_delegate("timestamp", stamp.signed_bytes, stamp.signatures)
@@ -686,7 +694,9 @@ def finish_roles(federation: Federation, identity: Identity) -> list[str]:
                     role, metadata.signed_bytes, metadata.signatures
                 )
             if not result.verified:
-                lines.append(f"{role} version {version} waits for more founders: `atoll federation sign {federation.url}`")
+                lines.append(
+                    f"{role} version {version} waits for more founders: `atoll federation sign {federation.url}`"
+                )
                 continue
             federation.store.put(f"metadata/{version}.{role}.json", metadata.to_bytes())
             federation.store.delete(key)

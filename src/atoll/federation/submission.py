@@ -37,7 +37,7 @@ class Submission(Card):
     federation: Digest  # the root that it was made for, so that it counts in no other federation
     slot: Count
     author: Person
-    contributors: list[Held] = []  # whose work on this run it continues, the author last
+    contributors: list[Held] = Field(default_factory=list)  # whose work on this run it continues, the author last
     license: Annotated[str, Field(max_length=200)]
     objective: Annotated[str, Field(max_length=80)]
     model: Annotated[str, Field(max_length=80)]
@@ -92,7 +92,10 @@ def upload(store: Store, files: Iterable[tuple[str, Path]], what: str) -> Files:
 def files_of(folder: Path) -> list[tuple[str, Path]]:
     """Returns the files of a trained run that are submitted, by the names they get."""
     parts = [(name, folder / name) for name in PARTS if (folder / name).is_file()]
-    return [*parts, *((f"{CHECKPOINTS}/{path.name}", path) for path in sorted((folder / "state").glob("*.safetensors")))]
+    return [
+        *parts,
+        *((f"{CHECKPOINTS}/{path.name}", path) for path in sorted((folder / "state").glob("*.safetensors"))),
+    ]
 
 
 def submit(

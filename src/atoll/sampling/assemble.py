@@ -51,6 +51,7 @@ from atoll.networks.combined_router import CombinedRouter
 from atoll.networks.expert import CALIBRATION, REPORT, Expert, read_calibration
 from atoll.networks.router import Router
 from atoll.networks.stored import WEIGHTS, folder_of, push_folder
+from atoll.object_store import model_finders
 from atoll.sampling.model_card import README, SAMPLES, is_ours, write_model_card
 from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
@@ -63,8 +64,9 @@ PATTERNS = (INDEX, README, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
-    """Returns the folder itself, or where the hub's files are kept on this machine."""
-    return folder_of(folder, revision, PATTERNS)
+    """Returns the folder itself, or where the files of the hub or of a federation are kept on this machine."""
+    found = (find(folder, revision) for find in model_finders)
+    return next((path for path in found if path is not None), None) or folder_of(folder, revision, PATTERNS)
 
 
 # --- putting one together -----------------------------------------------------------------------------------------
@@ -296,7 +298,9 @@ def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | C
         return router
     centroids = CentroidRouter.from_pretrained(folder / entry.centroids)
     if router.config.num_experts > centroids.config.num_experts:
-        raise InputError(f"{folder / entry.centroids} knows fewer experts than {entry.folder}: assemble the model again")
+        raise InputError(
+            f"{folder / entry.centroids} knows fewer experts than {entry.folder}: assemble the model again"
+        )
     return CombinedRouter(router, centroids)
 
 
@@ -339,9 +343,7 @@ def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
     return router
 
 
-def _in_order(
-    cards: Mapping[Path, ExpertCard], num: int, place: Path | None, allow_missing: bool
-) -> list[Path | None]:
+def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path | None, allow_missing: bool) -> list[Path | None]:
     """Returns the experts by their clusters, None where one is missing; the router at `place`, if any, knows `num`.
 
     More than these are experts whose cards say enough for them to join.
