@@ -67,7 +67,7 @@ def create(
         router=router, open_slots=open_slots,
     )  # fmt: skip
     charter = federation.charter
-    print(f"{federation.url}: {charter.name}, {len(charter.slots)} slots, founded by {identity.person.name}")
+    print(f"{federation.place}: {charter.name}, {len(charter.slots)} slots, founded by {identity.person.name}")
     print(f"root: {federation.fingerprint}  (tell contributors, so that they can compare it)")
     print(f"next: atoll federation train {url}, here or, after `atoll federation join {url}`, anywhere")
 

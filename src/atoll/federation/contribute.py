@@ -43,8 +43,8 @@ def contribute(
     wanted = wanted_slots(federation) if slot is None else [federation.slot(slot).number]
     if slot is None and not wanted:
         return [
-            f"every slot of {federation.url} has an expert or a submission",
-            f"next: atoll federation status {federation.url}",
+            f"every slot of {federation.place} has an expert or a submission",
+            f"next: atoll federation status {federation.place}",
         ]
     for number in wanted:
         check_license(charter, federation.slot(number).license, license or charter.license)
@@ -54,7 +54,7 @@ def contribute(
     )
     if holding is None:
         what = "all slots are" if slot is None else f"slot {slot} is"
-        raise InputError(f"{what} held by others: see `atoll federation status {federation.url}`, and try again later")
+        raise InputError(f"{what} held by others: see `atoll federation status {federation.place}`, and try again later")
     number = holding.lease.slot
     out = federation.cache / "runs" / f"{number:04d}-{run}"
     print(f"slot {number} ({federation.slot(number).name}) is yours while this runs; the run is kept in {out}")
@@ -74,7 +74,7 @@ def contribute(
     return [
         *lines,
         f"submitted {key.id[:12]} for slot {number}, signed by {identity.person.name} ({identity.key[:8]})",
-        f"next: a verifier runs `atoll federation verify {federation.url}`; see `atoll federation status {federation.url}`",
+        f"next: a verifier runs `atoll federation verify {federation.place}`; see `atoll federation status {federation.place}`",
     ]
 
 
@@ -88,7 +88,7 @@ def _own_data(
     path = federation.folder / JOINED
     if not path.exists():
         return None
-    joined = read_json(path, f"run `atoll federation join {federation.url} --data MINE` again")
+    joined = read_json(path, f"run `atoll federation join {federation.place} --data MINE` again")
     folder = Path(str(joined.get("data")))
     if slot is not None and joined.get("slot") != slot:
         return None

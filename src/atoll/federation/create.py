@@ -126,7 +126,7 @@ def amend(
     """Changes the charter and who has which role; returns what came of it."""
     charter = federation.charter
     if identity.key not in federation.founders:
-        raise InputError(f"the key of {identity.person.name} is no founder of {federation.url}: founders sign this")
+        raise InputError(f"the key of {identity.person.name} is no founder of {federation.place}: founders sign this")
     roles = {}
     for what, present, added, removed in (
         ("verifier", federation.verifiers, add, remove),
@@ -136,7 +136,7 @@ def amend(
         for text in removed:
             found_keys = [key for key, person in keys.items() if key.startswith(text) or person.name == text]
             if len(found_keys) != 1:
-                raise InputError(f"{text} is not one {what} of {federation.url}: give a key as `status` shows it")
+                raise InputError(f"{text} is not one {what} of {federation.place}: give a key as `status` shows it")
             del keys[found_keys[0]]
         roles[what] = list(keys.values())
     people = {person.key: person for person in (*charter.people, *roles["verifier"], *roles["founder"])}
@@ -184,7 +184,7 @@ def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool
         prepare(Source(str(mine), None, None, settings.size, 0, None), str(data), settings)
     card = DatasetCard.read(data)
     for part in ("codec", "text", "features"):
-        require_same(getattr(card, part), getattr(theirs, part), part, data, federation.url)
+        require_same(getattr(card, part), getattr(theirs, part), part, data, federation.place)
     number, ratio = nearest_slot(Dataset.open(data), encoders)
     fits = ratio <= FITS if new_slot is None else not new_slot
     slot = federation.slot(number) if fits else open_slot(federation, identity, card)
@@ -209,7 +209,7 @@ def nearest_slot(data: Dataset, encoders: Path) -> tuple[int, float]:
 def open_slot(federation: Federation, identity: Identity, card: DatasetCard) -> Slot:
     """Opens a slot for images that only this contributor has."""
     if not federation.charter.open_slots:
-        raise InputError(f"the images fit no slot of {federation.url}, and its charter lets nobody open another")
+        raise InputError(f"the images fit no slot of {federation.place}, and its charter lets nobody open another")
     slots = federation.slots()
     for number in range(len(federation.charter.slots), 65536):
         if number in slots:
@@ -219,7 +219,7 @@ def open_slot(federation: Federation, identity: Identity, card: DatasetCard) -> 
         slot = Slot(number=number, name=card.source.name[:80], images=card.counts.train, author=identity.person)
         if federation.store.create(f"slots/{number:04d}.json", seal(slot, identity)):
             return slot
-    raise InputError(f"{federation.url} has no number left for another slot")
+    raise InputError(f"{federation.place} has no number left for another slot")
 
 
 assert WEIGHTS in KEPT

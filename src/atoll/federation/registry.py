@@ -28,7 +28,7 @@ def find_model(place: str | Path, revision: str | None = None) -> Path | None:
     federation = Federation.open(place)
     if federation.is_new:
         root = federation.fingerprint
-        print(f"atoll: first use of {federation.url}: its root {root} is trusted from now on", file=sys.stderr)
+        print(f"atoll: first use of {federation.place}: its root {root} is trusted from now on", file=sys.stderr)
     return build_model(federation)
 
 
@@ -38,7 +38,7 @@ def build_model(federation: Federation) -> Path:
     for slot, reason in federation.revoked.items():
         print(printable(f"atoll: slot {slot} is left out: {reason}"), file=sys.stderr)
     if not accepted:
-        raise InputError(f"{federation.url} has no accepted expert yet: see `atoll federation status {federation.url}`")
+        raise InputError(f"{federation.place} has no accepted expert yet: see `atoll federation status {federation.place}`")
     charter = federation.charter
     parts = {"experts": {slot: entry.submission for slot, entry in accepted.items()}, "charter": charter.model_dump()}
     out = federation.cache / "models" / hash_of(parts)[:24]

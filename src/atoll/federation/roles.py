@@ -102,6 +102,7 @@ class Federation:
     def __init__(self, url: str) -> None:
         library()
         self.url, self.store = url, open_store(url)
+        self.place = url.removeprefix("file://")  # as it is shown to people
         name = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.folder, self.cache = home() / "federations" / name, cache_folder() / "federations" / name
         self.revoked: dict[int, str] = {}  # slots whose expert is not signed by enough of the present verifiers
@@ -126,15 +127,15 @@ class Federation:
     is_new: bool
 
     def _trust(self, fingerprint: str | None) -> None:
-        if self.url.startswith("file://") and not Path(self.url.removeprefix("file://")).is_dir():
-            raise InputError(f"there is no folder {self.url.removeprefix('file://')}: give the URL of a federation")
+        if self.url.startswith("file://") and not Path(self.place).is_dir():
+            raise InputError(f"there is no folder {self.place}: give the URL or the folder of a federation")
         try:
             root = self.store.get("metadata/1.root.json", MAX_METADATA)
         except FileNotFoundError as error:
-            raise InputError(f"{self.url} is no federation: check the URL, or `atoll federation create` one") from error
+            raise InputError(f"{self.place} is no federation: check the URL, or `atoll federation create` one") from error
         if fingerprint is not None and _plain(fingerprint) != _plain(fingerprint_of(root)):
             raise InputError(
-                f"the root of {self.url} is {fingerprint_of(root)}, not {fingerprint}: it is not the federation you "
+                f"the root of {self.place} is {fingerprint_of(root)}, not {fingerprint}: it is not the federation you "
                 "mean, or its store is not to be trusted"
             )
         make_folder(self.folder)
@@ -166,12 +167,12 @@ class Federation:
     def _read_charter(self) -> None:
         target = self.targets.signed.targets.get(CHARTER)
         if target is None or target.length > MAX_CHARTER:
-            raise InputError(f"the founders of {self.url} have signed no charter: ask them")
+            raise InputError(f"the founders of {self.place} have signed no charter: ask them")
         path = self.fetch(CHARTER, Blob(sha256=target.hashes["sha256"], size=target.length))
         try:
-            self.charter = Charter.read(parse_json(path.read_bytes()), self.url)
+            self.charter = Charter.read(parse_json(path.read_bytes()), self.place)
         except ValueError as error:
-            raise InputError(f"the charter of {self.url} cannot be read ({reason_of(error)})") from error
+            raise InputError(f"the charter of {self.place} cannot be read ({reason_of(error)})") from error
 
     def fetch(self, name: str, blob: Blob, path: Path | None = None, bar: "tqdm[Any] | None" = None) -> Path:
         """Returns a file of the store, downloaded unless it is here; TUF's client checks its length and SHA-256."""
@@ -222,7 +223,7 @@ class Federation:
             slot = unseal(self._get_slot(key), Slot, key)
         except FileNotFoundError as error:
             last = len(self.charter.slots) - 1
-            raise InputError(f"there is no slot {number} in {self.url}: the charter's are 0 to {last}") from error
+            raise InputError(f"there is no slot {number} in {self.place}: the charter's are 0 to {last}") from error
         if slot.number != number:
             raise InputError(f"{key} is the card of slot {slot.number}: somebody has put it there")
         return slot
@@ -300,8 +301,8 @@ class Federation:
     def require_verifier(self, identity: Identity) -> None:
         if identity.key not in self.verifiers:
             raise InputError(
-                f"the key of {identity.person.name} is no verifier of {self.url}: ask a founder to run "
-                f"`atoll federation verifiers {self.url} --add {identity.key}={identity.person.name}`"
+                f"the key of {identity.person.name} is no verifier of {self.place}: ask a founder to run "
+                f"`atoll federation verifiers {self.place} --add {identity.key}={identity.person.name}`"
             )
 
     @contextmanager
@@ -310,13 +311,13 @@ class Federation:
         from securesystemslib.exceptions import StorageError
         from tuf.api import exceptions as tuf
 
-        where = f"{self.url}: {printable(what, 100)}"
+        where = f"{self.place}: {printable(what, 100)}"
         try:
             yield
         except tuf.ExpiredMetadataError as error:
             raise FrozenError(
                 f"{where} has expired, so its store may be frozen: ask a verifier to run `atoll federation verify "
-                f"{self.url}`, or use another copy of the store"
+                f"{self.place}`, or use another copy of the store"
             ) from error
         except tuf.BadVersionNumberError as error:
             raise InputError(
@@ -339,7 +340,7 @@ class Federation:
         except InputError:
             raise
         except OSError as error:
-            raise InputError(f"cannot keep {what} of {self.url} ({reason_of(error)}): free the disk") from error
+            raise InputError(f"cannot keep {what} of {self.place} ({reason_of(error)}): free the disk") from error
 
     # --- signing ----------------------------------------------------------------------------------------------
 
@@ -396,7 +397,7 @@ class Federation:
             with suppress(FileNotFoundError):  # False may mean that an earlier attempt got through
                 if self.store.get(key, MAX_METADATA) == signed.to_bytes():
                     return signed
-        raise InputError(f"{self.url}/{key} changes all the time: try again later")
+        raise InputError(f"{self.place}/{key} changes all the time: try again later")
 
     def _valid(self, metadata: Any, delegator: Any, role: str) -> dict[str, Any]:
         """Returns the signatures that count."""
@@ -443,7 +444,7 @@ class Federation:
                     snapshot = other  # of another publisher, perhaps a killed one: it counts, ours comes after it
             self._stamp(identity, snapshot.signed.version)
             self.snapshot, refresh = snapshot, True
-        raise InputError(f"the metadata of {self.url} changes all the time: try again later")
+        raise InputError(f"the metadata of {self.place} changes all the time: try again later")
 
     def _snapshot_at(self, key: str, version: int) -> "Metadata[Snapshot] | None":
         """Returns a snapshot of the store, if it is signed by who may."""
@@ -495,7 +496,7 @@ class Federation:
         roles = self.root.signed.roles
         if identity.keyid not in roles["timestamp"].keyids:
             raise UnsignedError(
-                f"the timestamp of {self.url} is not valid, and this key may not sign one: ask a verifier"
+                f"the timestamp of {self.place} is not valid, and this key may not sign one: ask a verifier"
             )
         with suppress(Exception):  # the store may have newer ones, whose time is over
             stamp: Any = Metadata.from_bytes(self.store.get("metadata/timestamp.json", MAX_METADATA))
@@ -695,7 +696,7 @@ def finish_roles(federation: Federation, identity: Identity) -> list[str]:
                 )
             if not result.verified:
                 lines.append(
-                    f"{role} version {version} waits for more founders: `atoll federation sign {federation.url}`"
+                    f"{role} version {version} waits for more founders: `atoll federation sign {federation.place}`"
                 )
                 continue
             federation.store.put(f"metadata/{version}.{role}.json", metadata.to_bytes())

@@ -90,7 +90,7 @@ def read_status(federation: Federation) -> Status:
     refused = [vote for votes in verdicts.values() for vote in votes if not vote.accepted][:MOST_VERDICTS]
     found = _parallel(refused, lambda vote: read_verdict(federation, vote))
     return Status(
-        federation.url, federation.fingerprint, charter, federation.verifiers, federation.founders,
+        federation.place, federation.fingerprint, charter, federation.verifiers, federation.founders,
         federation.num_verdicts, federation.timestamp.signed.expires, [describe(slots[n]) for n in sorted(slots)],
         len(submissions), sorted(found.values(), key=lambda verdict: verdict.judged, reverse=True),
     )  # fmt: skip

@@ -105,8 +105,8 @@ def verify(
     for _, key in sorted(dated, key=lambda pair: (pair[0], str(pair[1]))):
         lines += judge_one(federation, identity, key, limits)
     if not pending:
-        lines.append(f"nothing is pending in {federation.url}")
-    next_line = f'atoll sample {federation.url} "a prompt"' if pending else f"atoll federation status {federation.url}"
+        lines.append(f"nothing is pending in {federation.place}")
+    next_line = f'atoll sample {federation.place} "a prompt"' if pending else f"atoll federation status {federation.place}"
     return [*lines, f"next: {next_line}"]
 
 

@@ -51,7 +51,7 @@ def model_card(folder: Path, index: ModelIndex, samples: bool = False) -> str:
         loss = held_out.get("loss") if isinstance(held_out, dict) else None
         cells = [part.folder, part.objective.name, data and data.name, part.cluster, data and data.pictures,
                  training.get("samples"), f"{loss:.4f}" if isinstance(loss, float) else None, card.license]  # fmt: skip
-        rows.append("| " + " | ".join("" if cell is None else cell(cell) for cell in cells) + " |")
+        rows.append("| " + " | ".join("" if value is None else cell(value) for value in cells) + " |")
         datasets += [data.name] if data and data.name else []
         bases += [str(card.init["name"])] if card.init and "name" in card.init else []
     head = {
