@@ -13,8 +13,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import time
-from collections.abc import Sequence
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from atoll.engines.local import Local
 from atoll.engines.train_all import Part
 from atoll.experiments.demo import BALANCE, FULL, LICENSE, NUM_EXPERTS, QUICK, SIZE, Plan
 from atoll.experiments.graph import ModelNode, train
+from atoll.experiments.images import bytes_of
 from atoll.metrics.labels import are_right
 from atoll.partition.partition import partition, place_in
 from atoll.sampling.assemble import assemble
@@ -77,8 +77,36 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
     return [*parts, router], added
 
 
+def prompts_of(old: Path, new: Path, kind: str, plan: Plan) -> dict[str, list[str]]:
+    """Returns captions of the kind and of all others, seen in training; and combinations that nobody has seen."""
+    rng, chosen = np.random.default_rng(0), {}
+    for name, data, num in (("others", old, plan.prompts), ("new kind", new, plan.prompts_heldout)):
+        captions = sorted(set(Dataset.open(data).strings("caption")))
+        chosen[name] = [captions[i] for i in rng.choice(len(captions), min(num, len(captions)), replace=False)]
+    unseen = dict.fromkeys(example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only"))
+    for name, own in (("others, unseen", False), ("new kind, unseen", True)):
+        chosen[name] = [text for text in unseen if (kind in text.split()) == own][: plan.prompts_heldout // 2]
+    return chosen
+
+
+def measure(model: Path, prompts: dict[str, list[str]]) -> dict[str, Any]:
+    """Returns the share of images with every attribute right, and of steps that the last expert leads."""
+    pipe = AtollPipeline(model)
+    found: dict[str, Any] = {}
+    for name, texts in prompts.items():
+        made = pipe(texts, seed=list(range(len(texts))), output_type="latent", batch_size=BATCH, progress=False)
+        images = np.concatenate([bytes_of(pipe.render(part, "pt")) for part in made.images.split(BATCH)])
+        led = [trace.shares[-1] for trace in made.trace]
+        found[name] = {
+            "right": float(np.mean(are_right(images, texts))),
+            "led by the last expert": float(np.mean(led)),
+            "latents": hashlib.sha256(made.images.numpy().tobytes()).hexdigest(),
+        }
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", default="owl")
     parser.add_argument("--seed", type=int, default=0)
@@ -89,6 +117,25 @@ def main() -> None:
     old, new = make_data(out, plan.pictures * 6 // 5, options.kind)
     parts, added = plan_parts(out, old, new, plan, options.seed)
     train([ModelNode(out / "before", old, tuple(parts)), ModelNode(out / "with", old, (added,))], Local("cpu"))
+    *experts, router = (part.folder for part in parts)
+    prompts = prompts_of(old, new, options.kind, plan)
+    models = {
+        "before": ([*experts], router),
+        "with it": ([*experts, added.folder], router),
+        "after": ([*experts], router),
+        "with it, router from cards": ([*experts, added.folder], None),
+        "router from cards": ([*experts], None),
+    }
+    results = {}
+    for name, (folders, own) in models.items():
+        folder = out / "models" / name.replace(", ", "-").replace(" ", "-")
+        index = assemble(folders, own, folder, old, from_cards=own is None)
+        results[name] = {"hash": index.hash, **measure(folder, prompts)}
+        line = "  ".join(f"{key} {results[name][key]['right']:6.1%}" for key in prompts)
+        print(f"{name:28} {line}", flush=True)
+        write_json(out / "results.json", results)
+    same = results["before"] == results["after"]
+    print(f"before and after: {'equal to the bit' if same else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":

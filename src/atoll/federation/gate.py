@@ -24,7 +24,7 @@ class Gate(Card):
 
     held_out: Annotated[int, Field(ge=1, le=1_000_000)] = 1536  # images, some of them again if there are fewer
     levels: Annotated[int, Field(ge=1, le=1000)] = 12  # equal parts of the noise times
-    baseline_margin: Margin = 0.05  # by how much the error may exceed the baseline's, at any level
+    baseline_margin: Margin = 0.0  # by how much the error may exceed the baseline's, at any level
     present_margin: Margin = 0.1  # by how much it may exceed that of the present expert, at any level
     copy_distance: Margin = 0.2  # nearer to another's weights, in lengths of its own update, it is a copy
 

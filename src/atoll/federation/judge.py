@@ -74,16 +74,12 @@ def judge(
         "seed": secrets.randbits(48) if seed is None else seed,
         "private": private,
     }
-    environment = {
-        name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)
-    }
     command = dying_with_parent([sys.executable, "-m", "atoll.federation.judge", limits.model_dump_json()])
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (
         TemporaryDirectory(prefix="atoll-judge-") as place,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd=place,
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=place,
+            env=child_environment(), start_new_session=True,
         ) as process,
     ):  # fmt: skip
         try:
@@ -93,6 +89,12 @@ def judge(
         finally:
             _end(process)
     return _read_answer(answer[: MAX_ANSWER + 1], process.returncode, limits)
+
+
+def child_environment() -> dict[str, str]:
+    """Returns what a process that reads a submission is told: nothing that opens a store."""
+    kept = {name: os.environ[name] for name in os.environ if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
