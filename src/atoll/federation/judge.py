@@ -56,12 +56,15 @@ def judge(
     limits: Limits | None = None,
     seed: int | None = None,
     private: bool = False,
+    like: int | None = None,
 ) -> Judgement:
     """Returns what a verifier thinks of the folder `submission`, an expert of `slot`; it never raises for its content.
 
     `data` is a data set with the slot's cluster; `present` the folder of the expert that has the slot now; `others` are
     folders of experts that it must not be a copy of. `seed` chooses what is replayed: by default nobody can know it
     before. An expert of `private` data is judged without a replay, and by the slot's held-out data alone.
+    If nobody else has images of the slot at all, `like` is another one, which says what latents and texts are: then its
+    files, card and run are checked, and nothing is measured.
     """
     limits = limits or Limits()
     request = {
@@ -73,6 +76,7 @@ def judge(
         "others": [str(folder.absolute()) for folder in others],
         "seed": secrets.randbits(48) if seed is None else seed,
         "private": private,
+        "like": like,
     }
     command = dying_with_parent([sys.executable, "-m", "atoll.federation.judge", limits.model_dump_json()])
     with (
@@ -171,6 +175,7 @@ def judge_here(
     others: Sequence[str] = (),
     seed: int = 0,
     private: bool = False,
+    like: int | None = None,
 ) -> Judgement:
     """Judges within this process; what is wrong with the verifier's own files raises InputError."""
     import torch
@@ -183,25 +188,28 @@ def judge_here(
 
     torch.set_num_threads(1)
     folder = Path(submission)
-    dataset = Dataset.open(data, slot)
+    dataset = Dataset.open(data, slot if like is None else like)
     ours = ExpertTask(dataset, ExpertSettings(model="8x1", sample_every=0), torch.device("cpu"))
     current = None if present is None else Expert.load(present)
     figures: dict[str, Any] = {}
     try:
         with torch.random.fork_rng(devices=[]):
-            _judge(folder, slot, gate, ours, current, [Path(other) for other in others], seed, private, figures)
+            paths = [Path(other) for other in others]
+            _judge(folder, slot, gate, ours, current, paths, seed, private, like is None, figures)
     except InputError as error:
         if isinstance(error, QualityError):
             figures["quality"] = error.figures
         reason = printable(str(error).replace(f"{folder}/", "").replace(f"{folder}", "the submission"), 600)
         return Judgement(accepted=False, reason=reason, figures=figures)
-    checked = "its card and held-out errors pass" if private else "its card, held-out errors and replayed training agree"
+    checked = "its card, held-out errors and replayed training agree"
+    if private:
+        checked = "its card and held-out errors pass" if like is None else "its files and card, and nothing else, agree"
     return Judgement(accepted=True, reason=f"{checked} with the gate", figures=figures)
 
 
 def _judge(
     folder: Path, slot: int, gate: Gate, ours: "ExpertTask", present: "Expert | None", others: Sequence[Path], seed: int,
-    private: bool, figures: dict[str, Any],
+    private: bool, measures: bool, figures: dict[str, Any],
 ) -> None:  # fmt: skip
     """Raises InputError with what is wrong; `figures` get what was measured until then."""
     from atoll.federation.quality import check_quality
@@ -217,7 +225,8 @@ def _judge(
     figures["static"]["nearest"] = _refuse_copy(expert, start, others, gate)
     if task is not None:
         _check_claims(folder, expert, task, settings, segments[-1].end)
-    figures["quality"] = check_quality(expert, present, ours, gate)
+    if measures:
+        figures["quality"] = check_quality(expert, present, ours, gate)
     if task is None or not gate.segments:
         return
     figures["replay"] = {"seed": seed, "of": len(segments), "segments": []}

@@ -8,8 +8,8 @@ from atoll.errors import printable
 from atoll.federation.status import SlotStatus, Status, describe_slot
 
 STATES = {
-    "accepted": "has an expert", "pending": "waits for verdicts", "training": "being trained", "refused": "was refused",
-    "revoked": "to be verified again", "wanted": "wants an expert",
+    "accepted": "with an expert", "pending": "waiting for verdicts", "training": "in training", "refused": "refused",
+    "revoked": "to be verified again", "wanted": "wanting an expert",
 }  # fmt: skip
 MOST_ROWS = 2000  # of a table
 
@@ -81,8 +81,8 @@ def _card(slot: SlotStatus, status: Status) -> str:
     number = slot.slot.number
     name = "" if slot.slot.name == f"cluster {number}" else f" {_text(slot.slot.name)}"
     lines = [f'<h3><span class="dot {slot.state}"></span>{number}{name}</h3>']
-    lines.append(f'<p class="state">{STATES[slot.state]}{f", {_text(who)}" if who else ""}</p>')
-    lines.append(f'<p class="note">{_text(what)}</p>')
+    lines.append(f'<p class="state">{_text(who) or STATES[slot.state]}</p>')
+    lines.append("" if slot.state == "wanted" else f'<p class="note">{_text(what)}</p>')
     if slot.lease is not None:
         share = min(1.0, slot.lease.step / max(1, slot.lease.steps))
         lines.append(f'<div class="progress"><i style="width:{share:.1%}"></i></div>')

@@ -35,6 +35,10 @@ from atoll.object_store import Store
 NONE = "0" * 16  # in the place of the present expert where there is none
 
 
+class OwnFaultError(InputError):
+    """What is wrong is with the verifier's own files."""
+
+
 class Verdict(Card):
     """What a verifier has found."""
 
@@ -131,7 +135,7 @@ def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limi
     try:
         submission = read_submission(federation, key)
         judgement, about = _judge(federation, key, submission, present, limits)
-    except StoreError:
+    except (StoreError, OwnFaultError):
         raise  # which says nothing of the submission
     except InputError as error:
         judgement = Judgement(accepted=False, reason=printable(str(error), 500), figures={})
@@ -176,15 +180,19 @@ def _judge(
         raise InputError(f"the weights are a copy: {author.name} ({author.key[:8]}) was the first to sign for them")
     with TemporaryDirectory(prefix="atoll-") as place:
         folder = download_expert(federation, submission, Path(place) / "submission", checkpoints=True)
-        data = data_folder(federation, slot)
+        unseen = slot.is_private  # then any other slot says what latents and texts are
+        data = data_folder(federation, federation.charter.slots[0] if unseen else slot)
         before = None
         if present is not None:
             other = read_submission(federation, Key(present.submission, key.slot))
             before = download_expert(federation, other, Path(place) / "present")
-        judgement = judge(
-            folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, limits=limits,
-            private=submission.private,
-        )  # fmt: skip
+        try:
+            judgement = judge(
+                folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, limits=limits,
+                private=submission.private, like=0 if unseen else None,
+            )  # fmt: skip
+        except InputError as error:
+            raise OwnFaultError(str(error)) from error
         about = summary(submission, flops=int(training_flops(folder))) if judgement.accepted else {}
     return judgement, about
 
