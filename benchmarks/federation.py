@@ -1,8 +1,8 @@
 """What a federation costs: `status` of a large one, and training for one against plain training.
 
-    python benchmarks/federation.py status           # 1,000 slots and 10,000 submissions, in a folder
-    python benchmarks/federation.py status --url s3://bucket/large
-    python benchmarks/federation.py train            # CPU time of `atoll federation train` over that of `atoll train`
+python benchmarks/federation.py status           # 1,000 slots and 10,000 submissions, in a folder
+python benchmarks/federation.py status --url s3://bucket/large
+python benchmarks/federation.py train            # CPU time of `atoll federation train` over that of `atoll train`
 """
 
 import os
@@ -56,7 +56,9 @@ def status(url: str | None = None, slots: int = 1000, submissions: int = 10_000,
             for method, original in originals.items():
                 setattr(Store, method, original)
             pages = -(-submissions // 1000) * 2 + 2 * -(-slots // 1000)
-            print(f"status, {name}: {seconds:.2f} s, {sum(calls.values())} calls {dict(calls)}, about {pages} pages of lists")
+            print(
+                f"status, {name}: {seconds:.2f} s, {sum(calls.values())} calls {dict(calls)}, about {pages} pages of lists"
+            )
         print(text[0])
 
 
@@ -85,7 +87,14 @@ def fill(url: str, num_slots: int, num_submissions: int) -> Federation:
     federation = found(url, identity, charter, [identity.person], 1)
     ids = [secrets.token_hex(32) for _ in range(num_submissions)]
     versions, objects = {}, dict[str, bytes]()
-    about = {"name": "anna", "author": identity.key, "objective": "fm", "steps": 4000, "samples": 256000, "license": "CC0-1.0"}
+    about = {
+        "name": "anna",
+        "author": identity.key,
+        "objective": "fm",
+        "steps": 4000,
+        "samples": 256000,
+        "license": "CC0-1.0",
+    }
     for n in range(0, num_slots, 2):
         role = federation._bin(n)
         metadata = federation.next_bin(n, (ids[n], 1000), about)
@@ -95,7 +104,7 @@ def fill(url: str, num_slots: int, num_submissions: int) -> Federation:
         objects[f"metadata/1.{role}.json"], versions[role] = metadata.to_bytes(), 1
     for i, name in enumerate(ids):
         objects[str(Key(name, i % num_slots))] = b"{}"
-        objects[str(VerdictKey(name, identity.key[:16], "0" * 16, i % num_slots % 2 == 0))] = b"{}"
+        objects[str(VerdictKey(name, i % num_slots, identity.key[:16], "0" * 16, i % num_slots % 2 == 0))] = b"{}"
     for n in range(1, num_slots, 4):
         held = [Held(person=identity.person, step=0)]
         lease = Lease(slot=n, holder=identity.person, nonce="0" * 32, beat=9, run="r", step=1000, steps=4000, held=held)
@@ -123,7 +132,16 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ev
             environment = {**os.environ, "ATOLL_HOME": f"{folder}/home", "XDG_CACHE_HOME": f"{folder}/cache"}
             flags = [f"--steps={steps}", f"--model={model}", "--sample-every=0"]
             url = str(folder / "store")
-            run(environment, "federation", "create", url, f"--data={data}", "--gate", f"segment_steps={every}", *flags[:2])
+            run(
+                environment,
+                "federation",
+                "create",
+                url,
+                f"--data={data}",
+                "--gate",
+                f"segment_steps={every}",
+                *flags[:2],
+            )
             plain = run(environment, "train", str(data), "--cluster=0", f"--out={folder / 'plain'}", *flags)
             federated = run(environment, "federation", "train", url, "--slot=0")
             ratios.append(federated / plain)

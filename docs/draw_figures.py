@@ -228,13 +228,21 @@ def draw_federation() -> None:
 
     def box(x: float, y: float, wide: float, high: float, title: str, lines: str, colour: str) -> None:
         patch = mpl.patches.FancyBboxPatch(
-            (x, y), wide, high, boxstyle="round,pad=0,rounding_size=1.2", facecolor="white", edgecolor=colour, linewidth=1.8
+            (x, y),
+            wide,
+            high,
+            boxstyle="round,pad=0,rounding_size=1.2",
+            facecolor="white",
+            edgecolor=colour,
+            linewidth=1.8,
         )
         axis.add_patch(patch)
         axis.text(x + 1.4, y + high - 1.4, title, va="top", fontsize=10, fontweight="bold", color=colour)
         axis.text(x + 1.4, y + high - 4.4, lines, va="top", fontsize=8, linespacing=1.5, color=INK)
 
-    def arrow(start: tuple[float, float], end: tuple[float, float], label: str, colour: str, shift: float = 0.9) -> None:
+    def arrow(
+        start: tuple[float, float], end: tuple[float, float], label: str, colour: str, shift: float = 0.9
+    ) -> None:
         axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
         middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + shift
         axis.text(*middle, label, ha="center", va="bottom", fontsize=7.6, color=INK, bbox=behind)
@@ -243,7 +251,13 @@ def draw_federation() -> None:
     behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
     axis.add_patch(
         mpl.patches.FancyBboxPatch(
-            (36, 2), 24, 46, boxstyle="round,pad=0,rounding_size=1.6", facecolor="#f4f6f7", edgecolor=GRID, linewidth=1.4
+            (36, 2),
+            24,
+            46,
+            boxstyle="round,pad=0,rounding_size=1.6",
+            facecolor="#f4f6f7",
+            edgecolor=GRID,
+            linewidth=1.4,
         )
     )
     axis.text(48, 46.4, "object store", ha="center", va="top", fontsize=10, fontweight="bold")
@@ -253,9 +267,25 @@ def draw_federation() -> None:
     box(38, 12, 20, 6.5, "verdicts", "signed, with figures", violet)
     box(38, 3.5, 20, 6.5, "accepted experts", "signed by enough verifiers", violet)
     box(2, 33, 21, 10, "founders", "write and sign the charter,\nname verifiers", teal)
-    box(2, 19, 21, 11, "contributors", "lease a slot, train alone,\nkeep a heartbeat, submit;\nown images stay at home", orange)
-    box(73, 17, 21, 15, "verifiers", "static: files, card, sizes\nquality: held-out error\n   at each noise level\nreplay: redo some steps", violet)
-    box(73, 3.5, 21, 7.5, "anyone", "atoll sample URL \"a prompt\"", "#5c6a77")
+    box(
+        2,
+        19,
+        21,
+        11,
+        "contributors",
+        "lease a slot, train alone,\nkeep a heartbeat, submit;\nown images stay at home",
+        orange,
+    )
+    box(
+        73,
+        17,
+        21,
+        15,
+        "verifiers",
+        "static: files, card, sizes\nquality: held-out error\n   at each noise level\nreplay: redo some steps",
+        violet,
+    )
+    box(73, 3.5, 21, 7.5, "anyone", 'atoll sample URL "a prompt"', "#5c6a77")
     arrow((23, 38), (38, 36.5), "root key", teal)
     arrow((38, 32.5), (23, 28.5), "one slot's images", teal, 1.8)
     arrow((23, 23), (38, 24.5), "expert", orange, -3.0)

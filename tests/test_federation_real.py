@@ -105,7 +105,8 @@ def test_fifty_processes_claim_eight_slots_twenty_times(server, tmp_path, where)
     context.set_forkserver_preload(["atoll.federation.lease"])
     barrier, results = context.Barrier(num), context.Queue()
     processes = [
-        context.Process(target=contend, args=(url, str(tmp_path), i, rounds, slots, barrier, results)) for i in range(num)
+        context.Process(target=contend, args=(url, str(tmp_path), i, rounds, slots, barrier, results))
+        for i in range(num)
     ]
     for process in processes:
         process.start()
@@ -124,7 +125,18 @@ def test_killed_at_any_moment_the_same_bits_are_accepted(server, data, tmp_path,
     for name, kills in (("undisturbed", 0), ("killed", 10)):
         url, home = f"s3://{BUCKET}/{name}", tmp_path / name
         commands = {
-            "anna": ["federation", "create", url, "--data", str(data), "--gate", *GATE, "--lease-minutes", "0.1", *FLAGS],
+            "anna": [
+                "federation",
+                "create",
+                url,
+                "--data",
+                str(data),
+                "--gate",
+                *GATE,
+                "--lease-minutes",
+                "0.1",
+                *FLAGS,
+            ],
             "ben": ["federation", "train", url, "--slot", "0"],
             "anna ": ["federation", "verify", url],
         }

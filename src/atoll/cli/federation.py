@@ -77,7 +77,7 @@ def join(
     name: str | None = None,
     root: str | None = None,
     data: Path | None = None,
-    new_slot: bool | None = None,
+    new_slot: bool = False,
 ) -> None:
     """Join a federation: read its charter, trust its root, make a key, and bring images of your own if you like.
 
@@ -92,7 +92,7 @@ def join(
         root: The fingerprint that a founder has told you; without, the root that is there now is trusted.
         data: Your own images with captions, as `atoll prepare` reads or has made them. They are assigned to the slot
             they fit, or open a new one; none of them leaves this machine, only the slot's card.
-        new_slot: Open a slot, or do not, whatever they fit.
+        new_slot: Open a slot even if they fit another.
     """
     from atoll.federation.create import bring
     from atoll.federation.keys import Identity

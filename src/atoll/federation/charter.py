@@ -47,7 +47,9 @@ class Slot(Card):
     name: Annotated[str, Field(max_length=80)]
     images: Count
     license: str | None = None  # that an expert must be under; None: any of the gate's
-    files: Files = Field(default_factory=dict)  # of the cluster, by their place in the data set; none if the images are private
+    files: Files = Field(
+        default_factory=dict
+    )  # of the cluster, by their place in the data set; none if the images are private
     author: Person | None = None  # who opened it with images of their own
 
     @property
@@ -64,7 +66,9 @@ class Charter(Card):
     created: str  # a date
     license: str  # of the data
     gate: Gate
-    training: dict[str, Any] = Field(default_factory=dict)  # settings that contributors train with unless they choose others
+    training: dict[str, Any] = Field(
+        default_factory=dict
+    )  # settings that contributors train with unless they choose others
     lease: Positive = 900  # seconds without a heartbeat after which a slot may be taken over
     fresh: Positive = 7 * 86400  # seconds for which a signed timestamp is valid
     open_slots: bool = True  # whether contributors may open slots for images of their own

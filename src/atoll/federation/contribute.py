@@ -1,6 +1,5 @@
 """Training for a federation: lease a slot, download its images alone, train, keep the lease alive, submit."""
 
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -54,7 +53,9 @@ def contribute(
     )
     if holding is None:
         what = "all slots are" if slot is None else f"slot {slot} is"
-        raise InputError(f"{what} held by others: see `atoll federation status {federation.place}`, and try again later")
+        raise InputError(
+            f"{what} held by others: see `atoll federation status {federation.place}`, and try again later"
+        )
     number = holding.lease.slot
     out = federation.cache / "runs" / f"{number:04d}-{run}"
     print(f"slot {number} ({federation.slot(number).name}) is yours while this runs; the run is kept in {out}")
@@ -139,6 +140,3 @@ def _release(holding: Holding, out: Path) -> None:
 def training_defaults(settings: ExpertSettings, usual: ExpertSettings) -> dict[str, Any]:
     """Returns the settings that a founder has chosen, for the charter."""
     return {name: value for name, value in asdict(settings).items() if value != getattr(usual, name)}
-
-
-assert os.name == "posix"

@@ -19,7 +19,6 @@ from atoll.federation.gate import Gate
 from atoll.federation.keys import Identity, Person, seal
 from atoll.federation.roles import Federation, change_roles, found, url_of
 from atoll.federation.submission import upload
-from atoll.networks.stored import WEIGHTS
 from atoll.partition.kmeans import Centroids, find_nearest
 from atoll.partition.partition import CENTROIDS, place_in
 from atoll.sampling.assemble import KEPT, load_router
@@ -167,7 +166,7 @@ def data_folder(federation: Federation, slot: Slot | None) -> Path:
     return folder
 
 
-def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool | None = None) -> tuple[Slot, Path]:
+def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool = False) -> tuple[Slot, Path]:
     """Prepares one's own images with the federation's encoders and finds their slot, or opens one; none is uploaded.
 
     Returns the slot, and the folder of the data set on this machine.
@@ -186,7 +185,7 @@ def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool
     for part in ("codec", "text", "features"):
         require_same(getattr(card, part), getattr(theirs, part), part, data, federation.place)
     number, ratio = nearest_slot(Dataset.open(data), encoders)
-    fits = ratio <= FITS if new_slot is None else not new_slot
+    fits = ratio <= FITS and not new_slot
     slot = federation.slot(number) if fits else open_slot(federation, identity, card)
     if list(cluster_folders(data)) != [slot.number] or not (data / "clusters" / f"{slot.number:02d}").exists():
         place_in(data, slot.number)
@@ -220,6 +219,3 @@ def open_slot(federation: Federation, identity: Identity, card: DatasetCard) -> 
         if federation.store.create(f"slots/{number:04d}.json", seal(slot, identity)):
             return slot
     raise InputError(f"{federation.place} has no number left for another slot")
-
-
-assert WEIGHTS in KEPT

@@ -97,9 +97,9 @@ class Identity:
         from securesystemslib.signer import CryptoSigner
 
         path = home() / KEY
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise InputError(f"{path} can be read by others: chmod 600 {path}, or make a new key if they have it")
         try:
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:
-                raise InputError(f"{path} can be read by others: chmod 600 {path}, or make a new key if they have it")
             private = load_pem_private_key(read_bytes(path, MAX_KEY), None)
             signer = CryptoSigner(private)
         except FileNotFoundError as error:

@@ -38,7 +38,9 @@ def build_model(federation: Federation) -> Path:
     for slot, reason in federation.revoked.items():
         print(printable(f"atoll: slot {slot} is left out: {reason}"), file=sys.stderr)
     if not accepted:
-        raise InputError(f"{federation.place} has no accepted expert yet: see `atoll federation status {federation.place}`")
+        raise InputError(
+            f"{federation.place} has no accepted expert yet: see `atoll federation status {federation.place}`"
+        )
     charter = federation.charter
     parts = {"experts": {slot: entry.submission for slot, entry in accepted.items()}, "charter": charter.model_dump()}
     out = federation.cache / "models" / hash_of(parts)[:24]

@@ -132,7 +132,9 @@ class Federation:
         try:
             root = self.store.get("metadata/1.root.json", MAX_METADATA)
         except FileNotFoundError as error:
-            raise InputError(f"{self.place} is no federation: check the URL, or `atoll federation create` one") from error
+            raise InputError(
+                f"{self.place} is no federation: check the URL, or `atoll federation create` one"
+            ) from error
         if fingerprint is not None and _plain(fingerprint) != _plain(fingerprint_of(root)):
             raise InputError(
                 f"the root of {self.place} is {fingerprint_of(root)}, not {fingerprint}: it is not the federation you "
@@ -641,10 +643,10 @@ def change_roles(
     targets.version += 1
     targets.targets[CHARTER] = TargetFile.from_data(CHARTER, content, ["sha256"])
     targets.delegations = Delegations(voters, succinct_roles=SuccinctRoles(list(voters), num_verdicts, BITS, BINS))
-    if root.to_dict() | {"version": 0} != federation.root.signed.to_dict() | {"version": 0}:
+    if new_root := root.to_dict() | {"version": 0} != federation.root.signed.to_dict() | {"version": 0}:
         federation._propose(identity, "root", Metadata(root), root)
-    if targets.to_dict() | {"version": 0} != federation.targets.signed.to_dict() | {"version": 0}:
-        federation._propose(identity, "targets", Metadata(targets), root)
+    if new_root or targets.to_dict() | {"version": 0} != federation.targets.signed.to_dict() | {"version": 0}:
+        federation._propose(identity, "targets", Metadata(targets), root)  # by as many as a new root may ask for
     return finish_roles(federation, identity)
 
 
@@ -675,7 +677,7 @@ def finish_roles(federation: Federation, identity: Identity) -> list[str]:
     """Publishes what enough founders have signed: the root first, then what it makes valid."""
     from tuf.api.metadata import Metadata
 
-    lines, versions = list[str](), dict[str, int]()
+    lines, versions, waiting = list[str](), dict[str, int](), False
     for role in ("root", "targets"):
         present: Any = federation.root if role == "root" else federation.targets
         for key, _ in federation.store.list("proposals"):
@@ -694,10 +696,11 @@ def finish_roles(federation: Federation, identity: Identity) -> list[str]:
                 result = federation.root.signed.get_verification_result(
                     role, metadata.signed_bytes, metadata.signatures
                 )
-            if not result.verified:
+            if not result.verified or waiting:
                 lines.append(
                     f"{role} version {version} waits for more founders: `atoll federation sign {federation.place}`"
                 )
+                waiting = True  # what comes with a new root comes after it
                 continue
             federation.store.put(f"metadata/{version}.{role}.json", metadata.to_bytes())
             federation.store.delete(key)

@@ -73,7 +73,7 @@ def read_status(federation: Federation) -> Status:
         number = slot.number
         expert, lease = experts.get(number), leases.get(number)
         known = () if expert is None else (expert.submission, *expert.previous)
-        votes = {key: _votes(verdicts[key.id], voters) for key in by_slot[number] if key.id not in known}
+        votes = {key: _votes(verdicts[key], voters) for key in by_slot[number] if key.id not in known}
         settled = len(voters) - federation.num_verdicts  # more refusals than that, and it cannot be accepted
         pending = {key: vote for key, vote in votes.items() if vote[1] <= settled}
         active = lease is not None and not lease.released and beats[number] <= charter.lease

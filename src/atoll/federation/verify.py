@@ -1,6 +1,6 @@
 """Verifying: judge what is pending, sign a verdict, and add a signature to the next metadata of its slot.
 
-STORE/verdicts/ID.KEY.PRESENT.accept.json (or reject)  a signed verdict; PRESENT is the expert it was compared with
+STORE/verdicts/ID.SLOT.KEY.PRESENT.accept.json (or reject)  a signed verdict; PRESENT is the expert it was compared with
 """
 
 from collections import defaultdict
@@ -49,6 +49,7 @@ class Verdict(Card):
     accepted: bool
     reason: str
     figures: dict[str, Any]
+    about: dict[str, Any]  # what the signed metadata says of it, if it is accepted
     judged: str  # a date
 
 
@@ -56,22 +57,24 @@ class VerdictKey(NamedTuple):
     """What the key of a verdict says. Anyone might have written it: only signatures count."""
 
     submission: str
+    slot: int
     verifier: str
     present: str
     accepted: bool
 
     def __str__(self) -> str:
         end = "accept" if self.accepted else "reject"
-        return f"verdicts/{self.submission}.{self.verifier}.{self.present}.{end}.json"
+        return f"verdicts/{self.submission}.{self.slot:04d}.{self.verifier}.{self.present}.{end}.json"
 
 
-def list_verdicts(store: Store) -> dict[str, list[VerdictKey]]:
+def list_verdicts(store: Store) -> dict[Key, list[VerdictKey]]:
     """Returns what the keys of all verdicts say, by submission."""
     verdicts = defaultdict(list)
     for key, _ in store.list("verdicts"):
         parts = key.removeprefix("verdicts/").split(".")
-        if len(parts) == 5 and parts[3] in ("accept", "reject"):
-            verdicts[parts[0]].append(VerdictKey(parts[0], parts[1], parts[2], parts[3] == "accept"))
+        if len(parts) == 6 and parts[1].isdecimal() and parts[4] in ("accept", "reject"):
+            name, slot = parts[0], int(parts[1])
+            verdicts[Key(name, slot)].append(VerdictKey(name, slot, parts[2], parts[3], parts[4] == "accept"))
     return verdicts
 
 
@@ -80,7 +83,7 @@ def read_verdict(federation: Federation, key: VerdictKey) -> Verdict:
     verdict = unseal(federation.store.get(str(key), MAX_MANIFEST), Verdict, str(key))
     if verdict.author.key not in federation.verifiers:
         raise InputError(f"{key} is signed by {verdict.author.name}, who is no verifier")
-    if (verdict.submission, verdict.accepted) != (key.submission, key.accepted):
+    if (verdict.submission, verdict.slot, verdict.accepted) != (key.submission, key.slot, key.accepted):
         raise InputError(f"{key} is not what its name says")
     return verdict
 
@@ -97,7 +100,9 @@ def verify(
     submissions = [key for key in list_submissions(federation.store) if only in (None, key.slot)]
     verdicts = list_verdicts(federation.store)
     present = federation.experts({key.slot for key in submissions})
-    pending = [key for key in submissions if is_pending(key, present.get(key.slot), verdicts[key.id], identity.key)]
+    pending = [key for key in submissions if is_pending(key, present.get(key.slot), verdicts[key], identity.key)]
+    for key in set(submissions) - set(pending):
+        lines += sign_again(federation, identity, key, present.get(key.slot), verdicts[key])
     dated = []
     for key in pending:
         try:
@@ -110,7 +115,9 @@ def verify(
         lines += judge_one(federation, identity, key, limits)
     if not pending:
         lines.append(f"nothing is pending in {federation.place}")
-    next_line = f'atoll sample {federation.place} "a prompt"' if pending else f"atoll federation status {federation.place}"
+    next_line = (
+        f'atoll sample {federation.place} "a prompt"' if pending else f"atoll federation status {federation.place}"
+    )
     return [*lines, f"next: {next_line}"]
 
 
@@ -125,6 +132,19 @@ def is_pending(key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey
         return False
     base = NONE if present is None else present.submission[:16]
     return all(verdict.accepted and verdict.present != base for verdict in own)
+
+
+def sign_again(
+    federation: Federation, identity: Identity, key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey]
+) -> list[str]:
+    """Adds a signature for a submission that this verifier has accepted, should the metadata be another by now."""
+    if present is not None and key.id in (present.submission, *present.previous):
+        return []
+    own = [verdict for verdict in verdicts if verdict.verifier == identity.key[:16]]
+    if not own or not all(verdict.accepted for verdict in own):
+        return []
+    verdict = read_verdict(federation, own[-1])
+    return [accept(federation, identity, key, verdict.about)] if verdict.author.key == identity.key else []
 
 
 def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limits | None) -> list[str]:
@@ -142,9 +162,9 @@ def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limi
     base = NONE if present is None else present.submission[:16]
     verdict = Verdict(
         author=identity.person, submission=key.id, slot=key.slot, present=base, accepted=judgement.accepted,
-        reason=judgement.reason, figures=judgement.figures, judged=datetime.now(UTC).isoformat(timespec="seconds"),
+        reason=judgement.reason, figures=judgement.figures, about=about, judged=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    name = VerdictKey(key.id, identity.key[:16], base, judgement.accepted)
+    name = VerdictKey(key.id, key.slot, identity.key[:16], base, judgement.accepted)
     federation.store.put(str(name), seal(verdict, identity))
     who = submission.author.name if submission is not None else "somebody"
     word = "accepted" if judgement.accepted else "refused"
