@@ -69,7 +69,13 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
     ddpm = min(range(NUM_EXPERTS), key=lambda k: sizes[k])
     every: dict[str, Any] = {"save_every": 50, "keep_every": 50, "seed": seed}  # checkpoints, for benchmarks/replay.py
     parts = [
-        Part(f"expert {k}", out / "run" / f"expert_{k}", replace(plan.ddpm if k == ddpm else plan.expert, **every), old, k)
+        Part(
+            f"expert {k}",
+            out / "run" / f"expert_{k}",
+            replace(plan.ddpm if k == ddpm else plan.expert, **every),
+            old,
+            k,
+        )
         for k in range(NUM_EXPERTS)
     ]
     router = Part("router", out / "run" / "router", replace(plan.router, seed=seed), old)
@@ -83,7 +89,9 @@ def prompts_of(old: Path, new: Path, kind: str, plan: Plan) -> dict[str, list[st
     for name, data, num in (("others", old, plan.prompts), ("new kind", new, plan.prompts_heldout)):
         captions = sorted(set(Dataset.open(data).strings("caption")))
         chosen[name] = [captions[i] for i in rng.choice(len(captions), min(num, len(captions)), replace=False)]
-    unseen = dict.fromkeys(example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only"))
+    unseen = dict.fromkeys(
+        example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only")
+    )
     for name, own in (("others, unseen", False), ("new kind, unseen", True)):
         chosen[name] = [text for text in unseen if (kind in text.split()) == own][: plan.prompts_heldout // 2]
     return chosen

@@ -4,7 +4,7 @@ MODEL/README.md                  its page on the hub: what it is, who trained wh
 MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
 MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if it was
 MODEL/router/                    config.json, model.safetensors; one expert needs none
-MODEL/centroids/                 the same of a router from centroids, where there are experts that the router has not seen
+MODEL/centroids/                 the same of a router from centroids, if there are experts that the router has not seen
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 """
 
@@ -296,7 +296,9 @@ def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | C
         return router
     centroids = CentroidRouter.from_pretrained(folder / entry.centroids)
     if router.config.num_experts > centroids.config.num_experts:
-        raise InputError(f"{folder / entry.centroids} knows fewer experts than {entry.folder}: assemble the model again")
+        raise InputError(
+            f"{folder / entry.centroids} knows fewer experts than {entry.folder}: assemble the model again"
+        )
     return CombinedRouter(router, centroids)
 
 
@@ -314,8 +316,8 @@ def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
         known = data is not None and (data.pictures or 0) > 0 and data.variance is not None and data.variance >= 0
         if prior is None or prior.covariance is None or not known:
             raise InputError(
-                f"{folder} does not carry the statistics of its cluster that a router needs: train it with this version "
-                "of atoll, or give a router that knows its cluster"
+                f"{folder} does not carry the statistics of its cluster that a router needs: train it with this "
+                "version of atoll, or give a router that knows its cluster"
             )
         means[folder], texts[folder], covariances[folder] = prior.mean, prior.centre, prior.covariance
         variances[folder], counts[folder] = data.variance, data.pictures
@@ -339,9 +341,7 @@ def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
     return router
 
 
-def _in_order(
-    cards: Mapping[Path, ExpertCard], num: int, place: Path | None, allow_missing: bool
-) -> list[Path | None]:
+def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path | None, allow_missing: bool) -> list[Path | None]:
     """Returns the experts by their clusters, None where one is missing; the router at `place`, if any, knows `num`.
 
     More than these are experts whose cards say enough for them to join.
