@@ -89,8 +89,8 @@ def check_quality(expert: Expert, present: Expert | None, task: ExpertTask, gate
         if not ratios[level] <= 1 + margin:  # NaN fails too
             times = f"{level / gate.levels:.2f} to {(level + 1) / gate.levels:.2f}"
             raise QualityError(
-                f"its error on held-out images at noise times {times} is {ratios[level]:.3g} times {what}, and the gate "
-                f"allows {1 + margin:.3g}",
+                f"its error on held-out images at noise times {times} is {ratios[level]:.3g} times {what}, and the "
+                f"gate allows {1 + margin:.3g}",
                 errors,
             )
     return _rounded(errors)
