@@ -41,6 +41,7 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import write_json, write_whole
 
 BATCH = 100
+NEW_STEPS = 400  # of the new expert: one kind is learned sooner than a cluster of several
 
 
 def make_data(out: Path, pictures: int, kind: str) -> tuple[Path, Path]:
@@ -79,7 +80,8 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
         for k in range(NUM_EXPERTS)
     ]
     router = Part("router", out / "run" / "router", replace(plan.router, seed=seed), old)
-    added = Part("new expert", out / "new_expert", replace(plan.expert, **every), new, NUM_EXPERTS)
+    own = replace(plan.expert, steps=min(plan.expert.steps, NEW_STEPS), **every)
+    added = Part("new expert", out / "new_expert", own, new, NUM_EXPERTS)
     return [*parts, router], added
 
 
