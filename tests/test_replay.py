@@ -18,10 +18,10 @@ from atoll.tensors import read_tensors
 from atoll.training.checkpoint import PARTS, saved
 from atoll.training.expert import ExpertTask
 from atoll.training.settings import ExpertSettings
-from submissions import GATE, SETTINGS, data, edit_checkpoint, submission
+from submissions import GATE, SETTINGS, data, edit_checkpoint, evaluated, submission
 from test_judge import refused
 
-__all__ = ["data", "submission"]  # fixtures
+__all__ = ["data", "evaluated", "submission"]  # fixtures
 TOLERANCE = Gate().tolerance
 
 

@@ -239,6 +239,7 @@ def _judge(
     figures["replay"] = {"seed": seed, "of": len(segments), "segments": []}
     task.network.train()
     replay = Replay(task, for_replay(settings))
+    replay.check_kind(segments)
     if gate.init is None:
         replay.check_start(segments[0].start)
     for segment in choose(segments, settings, task.network.config.hidden_size, gate.segments, seed):

@@ -20,7 +20,7 @@ from torch import Tensor
 from atoll.config import build
 from atoll.errors import InputError, shown
 from atoll.storage import parse_json
-from atoll.tensors import TensorFile, check_finite
+from atoll.tensors import DTYPES, TensorFile, check_finite
 from atoll.training import checkpoint
 from atoll.training.checkpoint import PARTS, Progress
 from atoll.training.distributed import Distributed
@@ -117,6 +117,14 @@ class Replay:
         self.first = {name: p.detach().clone() for name, p in task.network.named_parameters() if p.requires_grad}
         self.distributed = Distributed(settings)
         self.learner = Learner(task, settings, self.distributed)
+
+    def check_kind(self, segments: Sequence[Segment]) -> None:
+        """Refuses checkpoints of another network, by their headers."""
+        own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors_of(self.learner).items()}
+        for path in (segments[0].start, *(segment.end for segment in segments)):
+            with TensorFile(path, ADVICE, path.parent) as file:
+                if {name: (DTYPES[entry.dtype], entry.shape) for name, entry in file.entries.items()} != own:
+                    raise InputError(f"the checkpoint {path} is of another network: {ADVICE}")
 
     def check_start(self, path: Path) -> None:
         """Refuses a first checkpoint that is not where the run's seed, or the first weights, put it."""
