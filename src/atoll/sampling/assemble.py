@@ -305,7 +305,7 @@ def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | C
 class _Statistics(NamedTuple):
     """What a router from centroids knows of an expert's cluster."""
 
-    count: int
+    num: int  # of images
     mean: torch.Tensor
     variance: float
     text_mean: torch.Tensor
@@ -315,13 +315,13 @@ class _Statistics(NamedTuple):
 def _statistics_of(folder: Path) -> _Statistics:
     card = ExpertCard.read(folder)
     prior = None if card.calibration is None else read_calibration(folder / CALIBRATION)[1]
-    count, variance = (0, None) if card.data is None else (card.data.pictures or 0, card.data.variance)
-    if prior is None or prior.covariance is None or count <= 0 or variance is None or variance < 0:
+    num, variance = (0, None) if card.data is None else (card.data.pictures or 0, card.data.variance)
+    if prior is None or prior.covariance is None or num <= 0 or variance is None or variance < 0:
         raise InputError(
             f"{folder} does not carry the statistics of its cluster that a router needs: train it with this version of "
             "atoll, or give a router that knows its cluster"
         )
-    return _Statistics(count, prior.mean, variance, prior.centre, prior.covariance)
+    return _Statistics(num, prior.mean, variance, prior.centre, prior.covariance)
 
 
 def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
@@ -335,7 +335,7 @@ def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
         0, torch.zeros_like(shown.mean), 1.0, torch.zeros_like(shown.text_mean), shown.text_covariance
     )
     rows = [missing if folder is None else known[folder] for folder in experts]
-    counts = torch.tensor([row.count for row in rows], dtype=torch.float64)
+    counts = torch.tensor([row.num for row in rows], dtype=torch.float64)
     covariances = torch.stack([row.text_covariance for row in rows]).double()
     router = CentroidRouter.fit(
         torch.stack([row.mean for row in rows]).double(),
