@@ -41,6 +41,7 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import write_json, write_whole
 
 BATCH = 100
+NEW_STEPS = 400  # of the new expert: one kind is learned sooner than a cluster of several
 
 
 def make_data(out: Path, pictures: int, kind: str) -> tuple[Path, Path]:
@@ -69,11 +70,18 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
     ddpm = min(range(NUM_EXPERTS), key=lambda k: sizes[k])
     every: dict[str, Any] = {"save_every": 50, "keep_every": 50, "seed": seed}  # checkpoints, for benchmarks/replay.py
     parts = [
-        Part(f"expert {k}", out / "run" / f"expert_{k}", replace(plan.ddpm if k == ddpm else plan.expert, **every), old, k)
+        Part(
+            f"expert {k}",
+            out / "run" / f"expert_{k}",
+            replace(plan.ddpm if k == ddpm else plan.expert, **every),
+            old,
+            k,
+        )
         for k in range(NUM_EXPERTS)
     ]
     router = Part("router", out / "run" / "router", replace(plan.router, seed=seed), old)
-    added = Part("new expert", out / "new_expert", replace(plan.expert, **every), new, NUM_EXPERTS)
+    own = replace(plan.expert, steps=min(plan.expert.steps, NEW_STEPS), **every)
+    added = Part("new expert", out / "new_expert", own, new, NUM_EXPERTS)
     return [*parts, router], added
 
 
@@ -83,7 +91,9 @@ def prompts_of(old: Path, new: Path, kind: str, plan: Plan) -> dict[str, list[st
     for name, data, num in (("others", old, plan.prompts), ("new kind", new, plan.prompts_heldout)):
         captions = sorted(set(Dataset.open(data).strings("caption")))
         chosen[name] = [captions[i] for i in rng.choice(len(captions), min(num, len(captions)), replace=False)]
-    unseen = dict.fromkeys(example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only"))
+    unseen = dict.fromkeys(
+        example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only")
+    )
     for name, own in (("others, unseen", False), ("new kind, unseen", True)):
         chosen[name] = [text for text in unseen if (kind in text.split()) == own][: plan.prompts_heldout // 2]
     return chosen

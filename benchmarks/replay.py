@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from atoll.data.settings import PrepareSettings
 from atoll.data.shards import Dataset
 from atoll.data.sources import Source
 from atoll.federation.gate import Gate
-from atoll.federation.replay import Replay, Segment, _plain, compare, for_replay
+from atoll.federation.replay import Replay, Segment, compare, for_replay, tensors_of
 from atoll.partition.partition import partition
 from atoll.storage import read_json, write_json
 from atoll.training import checkpoint
@@ -73,7 +74,7 @@ def open_run(run: Path, data: Path, **changes: Any) -> Replay:
 def segments_of(run: Path, most: int | None = None) -> list[Segment]:
     """All parts between neighbours, and the whole run in one; or `most` of the parts, spread over the run."""
     paths = checkpoint.saved(run / "state")
-    parts = [Segment(a, b) for a, b in zip(paths, paths[1:], strict=False)]
+    parts = [Segment(a, b) for a, b in pairwise(paths)]
     if most is None:
         return [*parts, Segment(paths[0], paths[-1])]
     return [parts[int(k)] for k in np.linspace(0, len(parts) - 1, most)]
@@ -103,12 +104,12 @@ def redo_elsewhere(runs: list[Path], data: Path, out: Path, most: int | None = N
 
 
 def read(path: Path, replay: Replay) -> dict[str, Tensor]:
-    return replay._load(path)[0]
+    return replay.read(path)[0]
 
 
 def redone(replay: Replay, segment: Segment) -> dict[str, Tensor]:
     replay.redo(segment)
-    return {name: tensor.clone() for name, tensor in _plain(replay.learner).items()}
+    return {name: tensor.clone() for name, tensor in tensors_of(replay.learner).items()}
 
 
 def forge(run: Path, other_run: Path, data: Path, segment: Segment) -> Iterator[tuple[str, float]]:
@@ -145,8 +146,8 @@ def forge(run: Path, other_run: Path, data: Path, segment: Segment) -> Iterator[
             replay.task = ExpertTask(Dataset.open(data, 1), replay.settings, torch.device("cpu"))
         forged[name] = redone(replay, segment)
     half = open_run(run, data)
-    expected, full = (first + last) // 2, half._load
-    half._load = lambda path: (full(path)[0], replace_step(full(path)[1], expected))  # type: ignore[method-assign]
+    expected, full = (first + last) // 2, half.read
+    half.read = lambda path: (full(path)[0], replace_step(full(path)[1], expected))  # type: ignore[method-assign]
     forged["half the steps, doubled"] = moved(before, moved(redone(half, segment), before, -1), 2.0)
     for name, tensors in forged.items():
         published = {key: tensors[key] for key in before}
@@ -171,7 +172,9 @@ def draw(found: dict[str, Any], tolerance: float, path: Path) -> None:
     figure, panel = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.2), layout="constrained")
     rng = np.random.default_rng(0)
     for place, (_, errors, colour) in enumerate(reversed(rows)):
-        panel.scatter(errors, place + 0.22 * rng.uniform(-1, 1, len(errors)), s=9, color=colour, alpha=0.55, linewidths=0)
+        panel.scatter(
+            errors, place + 0.22 * rng.uniform(-1, 1, len(errors)), s=9, color=colour, alpha=0.55, linewidths=0
+        )
     panel.axvline(tolerance, color=ink, linewidth=1, linestyle="--")
     panel.text(tolerance * 0.93, len(rows) - 0.35, f"the gate, {tolerance:g}", ha="right", va="bottom", fontsize=8)
     panel.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)])

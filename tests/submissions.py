@@ -23,6 +23,7 @@ from atoll.federation.replay import read_progress
 from atoll.partition.partition import partition
 from atoll.tensors import read_tensors
 from atoll.training import checkpoint
+from atoll.training import expert as expert_module
 from atoll.training.expert import ExpertTask, train_expert
 from atoll.training.settings import ExpertSettings
 
@@ -31,6 +32,7 @@ SETTINGS = ExpertSettings(
     sample_every=0,
 )  # fmt: skip
 GATE = Gate(held_out=384, levels=6, baseline_margin=0.3, segments=1, segment_steps=20)
+EVALUATED = 256
 FILES = ("config.json", "model.safetensors", "calibration.safetensors", "run.json")
 
 
@@ -38,6 +40,12 @@ FILES = ("config.json", "model.safetensors", "calibration.safetensors", "run.jso
 def runs(root: Path) -> Path:
     """A data set of two clusters, and an expert of each."""
     data = root / "submitted" / "data"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_module, "EVALUATED_AT_THE_END", EVALUATED)
+        return _runs(data)
+
+
+def _runs(data: Path) -> Path:
     prepare(Source("avatars", num=240, size=32), data, PrepareSettings(size=32, codec="pca:8x12", holdout=0.2), 0,
             progress=False)  # fmt: skip
     partition(data, 2, cap=1.3, progress=False)
@@ -53,6 +61,12 @@ def submit(run: Path, out: Path) -> Path:
         shutil.copy(run / name, out / name)
     shutil.copytree(run / "state", out / "checkpoints")
     return out
+
+
+@pytest.fixture(autouse=True)
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards are made again with as few held-out rows as they were made with."""
+    monkeypatch.setattr(expert_module, "EVALUATED_AT_THE_END", EVALUATED)
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,8 @@ def assemble(
         data: The data set of the experts, for its codec and text encoder; its pictures are not needed.
         allow_missing: Do without an expert for some of the clusters.
         without_router: Several experts of the same data, which `atoll sample --routing by_time` takes turns with.
-        from_cards: Need no router: make one of the statistics that experts carry. Experts of clusters that a router does
-            not know join it in the same way without this flag.
+        from_cards: Need no router: make one of the statistics that experts carry. Experts of clusters that a router
+            does not know join it in the same way, without this flag.
         step: Take experts as they were after so many steps, from the checkpoints that `atoll train --keep-every` kept;
             the router stays as it is.
     """

@@ -36,7 +36,9 @@ def training_flops(expert: Path) -> float:
     with torch.device("meta"):
         network = DiT(config)
         x, t = torch.empty(1, *card.latent_space.shape), torch.empty(1)
-        text = () if card.text_encoder is None else (torch.empty(1, card.text_encoder.max_length, config.text_dim or 1),)
+        text = (
+            () if card.text_encoder is None else (torch.empty(1, card.text_encoder.max_length, config.text_dim or 1),)
+        )
         with counting() as total:
             network(x, t, *text).sum().backward()
     samples = (card.training or {}).get("samples")

@@ -13,7 +13,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 MAX_ANSWER = 1 << 20  # bytes
 KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "XDG_CACHE_HOME", "HOME")
 KEPT_PREFIXES = ("ATEN_", "MKL_", "ONEDNN_", "OMP_")  # and none with credentials
+STARTED = b"started"
+STARTING = 120  # seconds by the clock
 BY_CLOCK = 4  # times the CPU time: the machine may be busy with other things
 CLAIMED = 1e-2  # relative: what is measured again may differ by so much
 
@@ -79,20 +83,19 @@ def judge(
         "like": like,
     }
     command = dying_with_parent([sys.executable, "-m", "atoll.federation.judge", limits.model_dump_json()])
-    with (
-        TemporaryDirectory(prefix="atoll-judge-") as place,
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=place,
-            env=child_environment(), start_new_session=True,
-        ) as process,
-    ):  # fmt: skip
+    with TemporaryDirectory(prefix="atoll-judge-") as place, (Path(place) / "answer").open("w+b") as answer:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL, env=child_environment(),
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            answer, _ = process.communicate(json.dumps(request).encode(), timeout=BY_CLOCK * limits.seconds)
+            process.communicate(json.dumps(request).encode(), timeout=BY_CLOCK * limits.seconds + STARTING)
         except subprocess.TimeoutExpired:
             return _refusal(f"judging it took more than {BY_CLOCK * limits.seconds:g} seconds by the clock")
         finally:
             _end(process)
-    return _read_answer(answer[: MAX_ANSWER + 1], process.returncode, limits)
+        answer.seek(0)
+        return _read_answer(answer.read(MAX_ANSWER + 1), process.returncode, limits)
 
 
 def child_environment() -> dict[str, str]:
@@ -103,10 +106,9 @@ def child_environment() -> dict[str, str]:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ends the process, and what it may have started."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
+    process.wait()
 
 
 def _refusal(reason: str) -> Judgement:
@@ -114,15 +116,18 @@ def _refusal(reason: str) -> Judgement:
 
 
 def _read_answer(answer: bytes, code: int, limits: Limits) -> Judgement:
+    started, _, said = answer.partition(b"\n")
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+    if started != STARTED:  # it has read nothing of the submission
+        raise InputError(f"the process that judges did not start ({how}): check the installation, and its limits")
     if -code == signal.SIGXCPU:
         return _refusal(f"judging it took more than {limits.seconds:g} seconds of CPU time")
     try:
         if len(answer) > MAX_ANSWER:
             raise ValueError("it is too long")
-        values = parse_json(answer)
+        values = parse_json(said)
         fault = values.get("fault")
     except (ValueError, AttributeError):
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         return _refusal(f"the process that judged it ended without an answer ({how}), within {limits.memory:,} bytes")
     if isinstance(fault, str):
         raise InputError(fault)  # of the verifier's own files
@@ -133,28 +138,37 @@ def _read_answer(answer: bytes, code: int, limits: Limits) -> Judgement:
 
 
 def main() -> None:
-    """Reads a request from the standard input, and writes a judgement, or the fault of the verifier's own files."""
+    """Reads a request from the standard input, and writes what comes of it."""
+    import torch  # noqa: F401 - what is read before the limits count does not count
+
+    import atoll.federation.quality
+    import atoll.federation.replay
+    import atoll.federation.static  # noqa: F401
+
     limits = Limits.model_validate_json(sys.argv[1])
-    set_limits(limits)
     request = parse_json(sys.stdin.buffer.read())
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing else is an answer
+    with os.fdopen(os.dup(1), "wb", buffering=0) as answer:
+        os.dup2(2, 1)  # nothing else is an answer
+        set_limits(limits)
+        answer.write(STARTED + b"\n")
+        answer.write(json.dumps(answer_to(request, limits), allow_nan=False).encode())
+
+
+def answer_to(request: Mapping[str, Any], limits: Limits) -> Mapping[str, Any]:
+    """Returns a judgement as JSON has it, or the fault of the verifier's own files."""
     try:
-        judgement = judge_here(**{**request, "gate": Gate.model_validate(request["gate"])})
-        values: Mapping[str, Any] = judgement.model_dump()
+        return judge_here(**{**request, "gate": Gate.model_validate(request["gate"])}).model_dump()
     except InputError as error:
-        values = {"fault": str(error)}
+        return {"fault": str(error)}
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "alloc" not in str(error):
             raise
-        values = _refusal(f"judging it needs more than {limits.memory:,} bytes of memory").model_dump()
-    with answer:
-        answer.write(json.dumps(values, allow_nan=False).encode())
+        return _refusal(f"judging it needs more than {limits.memory:,} bytes of memory").model_dump()
 
 
 def set_limits(limits: Limits) -> None:
-    """Limits this process for good."""
-    seconds = math.ceil(limits.seconds)
+    """Limits this process for good; the CPU time that it has taken to start does not count."""
+    seconds = math.ceil(time.process_time() + limits.seconds)
     for kind, most in {
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_FSIZE: limits.written,
@@ -208,8 +222,8 @@ def judge_here(
 
 
 def _judge(
-    folder: Path, slot: int, gate: Gate, ours: "ExpertTask", present: "Expert | None", others: Sequence[Path], seed: int,
-    private: bool, measures: bool, figures: dict[str, Any],
+    folder: Path, slot: int, gate: Gate, ours: "ExpertTask", present: "Expert | None", others: Sequence[Path],
+    seed: int, private: bool, measures: bool, figures: dict[str, Any],
 ) -> None:  # fmt: skip
     """Raises InputError with what is wrong; `figures` get what was measured until then."""
     from atoll.federation.quality import check_quality
@@ -232,6 +246,7 @@ def _judge(
     figures["replay"] = {"seed": seed, "of": len(segments), "segments": []}
     task.network.train()
     replay = Replay(task, for_replay(settings))
+    replay.check_kind(segments)
     if gate.init is None:
         replay.check_start(segments[0].start)
     for segment in choose(segments, settings, task.network.config.hidden_size, gate.segments, seed):
@@ -240,8 +255,8 @@ def _judge(
         figures["replay"]["segments"].append({"from": first, "to": last, **describe(errors)})
         if not max(errors.values()) <= gate.tolerance:
             raise InputError(
-                f"{segment}, redone, lead elsewhere: the update differs by {max(errors.values()):.2g} of its length, and "
-                f"the gate allows {gate.tolerance:g}"
+                f"{segment}, redone, lead elsewhere: the update differs by {max(errors.values()):.2g} of its length, "
+                f"and the gate allows {gate.tolerance:g}"
             )
 
 
@@ -302,7 +317,7 @@ def _refuse_copy(
 
 
 def _check_claims(folder: Path, expert: "Expert", task: "ExpertTask", settings: "ExpertSettings", last: Path) -> None:
-    """Refuses what training would not have written of these weights: card, calibration and statistics are made again."""
+    """Refuses what training would not have written of these weights: card, calibration, statistics are made again."""
     import torch
 
     from atoll.federation.replay import ADVICE, read_progress
@@ -323,7 +338,9 @@ def _check_claims(folder: Path, expert: "Expert", task: "ExpertTask", settings: 
             raise InputError(f"its weights have a {name} that no training gives it")
     progress = read_progress(last)
     if progress.step != settings.steps or progress.updates + progress.skipped != progress.step:
-        raise InputError(f"its last checkpoint is of step {progress.step} after {progress.updates} updates, not a run's end")
+        raise InputError(
+            f"its last checkpoint is of step {progress.step} after {progress.updates} updates, not a run's end"
+        )
     card = read_json(folder / CONFIG, ADVICE, folder)
     claimed = card.get("training") or {}
     first = {name: p.detach().clone() for name, p in task.network.state_dict().items()}

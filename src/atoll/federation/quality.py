@@ -30,7 +30,9 @@ def errors_by_level(velocities: Mapping[str, Velocity], task: ExpertTask, gate: 
     """Returns the mean squared error of each velocity at each of `gate.levels` equal parts of t, from 0 to 1."""
     found: dict[str, list[Tensor]] = {name: [] for name in velocities}
     times = []
-    for _, x0, eps, t, (tokens, mask) in held_out_batches(task.view, task.text, task.device, gate.held_out, task.at_a_time):
+    for _, x0, eps, t, (tokens, mask) in held_out_batches(
+        task.view, task.text, task.device, gate.held_out, task.at_a_time
+    ):
         x, target = on_linear_path(x0, eps, t), eps - x0
         times.append(t)
         for name, velocity in velocities.items():
@@ -85,9 +87,10 @@ def check_quality(expert: Expert, present: Expert | None, task: ExpertTask, gate
         ratios = [own / max(other, 1e-12) for own, other in zip(errors["expert"], errors[name], strict=True)]
         level = max(range(len(ratios)), key=lambda k: ratios[k])
         if not ratios[level] <= 1 + margin:  # NaN fails too
+            times = f"{level / gate.levels:.2f} to {(level + 1) / gate.levels:.2f}"
             raise QualityError(
-                f"its error on held-out images at noise times {level / gate.levels:.2f} to {(level + 1) / gate.levels:.2f} "
-                f"is {ratios[level]:.3g} times {what}, and the gate allows {1 + margin:.3g}",
+                f"its error on held-out images at noise times {times} is {ratios[level]:.3g} times {what}, and the "
+                f"gate allows {1 + margin:.3g}",
                 errors,
             )
     return _rounded(errors)
@@ -103,5 +106,7 @@ class QualityError(InputError):
 
 def _rounded(errors: Mapping[str, list[float]]) -> dict[str, Any]:
     """Returns figures as JSON has them: no number is NaN."""
-    finite = {name: torch.tensor(own, dtype=torch.float64).nan_to_num(1e9).clamp(max=1e9) for name, own in errors.items()}
+    finite = {
+        name: torch.tensor(own, dtype=torch.float64).nan_to_num(1e9).clamp(max=1e9) for name, own in errors.items()
+    }
     return {name: [float(f"{error:.4g}") for error in own.tolist()] for name, own in finite.items()}

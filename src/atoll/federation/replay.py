@@ -20,7 +20,7 @@ from torch import Tensor
 from atoll.config import build
 from atoll.errors import InputError, shown
 from atoll.storage import parse_json
-from atoll.tensors import TensorFile, check_finite
+from atoll.tensors import DTYPES, TensorFile, check_finite
 from atoll.training import checkpoint
 from atoll.training.checkpoint import PARTS, Progress
 from atoll.training.distributed import Distributed
@@ -59,7 +59,7 @@ def segments_of(folder: Path, settings: ExpertSettings, longest: int) -> list[Se
     steps = [int(path.stem) for path in paths]
     if not steps or steps[0] != 0 or steps[-1] != settings.steps:
         raise InputError(
-            f"the checkpoints are of steps {shown(steps)}, but the run has steps 0 to {settings.steps}: publish them all"
+            f"the checkpoints are of steps {shown(steps)}, but the run has 0 to {settings.steps}: publish them all"
         )
     for before, after in pairwise(steps):
         if after - before > longest:
@@ -86,7 +86,9 @@ def choose(segments: Sequence[Segment], settings: ExpertSettings, width: int, nu
     """
     if num >= len(segments):
         return list(segments)
-    lengths = [_length(segment) / sum(settings.lr_at(step, width) for step in range(*segment.steps)) for segment in segments]
+    lengths = [
+        _length(segment) / sum(settings.lr_at(step, width) for step in range(*segment.steps)) for segment in segments
+    ]
     first = int(np.argmax(lengths))
     rest = [k for k in range(len(segments)) if k != first]
     drawn = np.random.default_rng(seed).choice(rest, num - 1, replace=False).tolist()
@@ -116,14 +118,24 @@ class Replay:
         self.distributed = Distributed(settings)
         self.learner = Learner(task, settings, self.distributed)
 
+    def check_kind(self, segments: Sequence[Segment]) -> None:
+        """Refuses checkpoints of another network, by their headers."""
+        own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors_of(self.learner).items()}
+        for path in (segments[0].start, *(segment.end for segment in segments)):
+            with TensorFile(path, ADVICE, path.parent) as file:
+                if {name: (DTYPES[entry.dtype], entry.shape) for name, entry in file.entries.items()} != own:
+                    raise InputError(f"the checkpoint {path} is of another network: {ADVICE}")
+
     def check_start(self, path: Path) -> None:
         """Refuses a first checkpoint that is not where the run's seed, or the first weights, put it."""
-        published = self._load(path)[0]
+        published = self.read(path)[0]
         for name, weight in self.first.items():
             for part in PARTS[:2]:
                 off = float((published[f"{part}.{name}"] - weight).norm())
                 if off > SAME_START * float(weight.norm()):
-                    raise InputError(f"its first checkpoint is not what seed {self.settings.seed} gives: {name} differs")
+                    raise InputError(
+                        f"its first checkpoint is not what seed {self.settings.seed} gives: {name} differs"
+                    )
         if any(bool(tensor.any()) for name, tensor in published.items() if name.startswith(PARTS[2:])):
             raise InputError("its first checkpoint has moments of the optimiser, before any step was taken")
 
@@ -131,9 +143,9 @@ class Replay:
         """Returns how far the redone update is from the published one, in lengths of that: of all that is learned."""
         learner = self.learner
         progress = checkpoint.load(segment.start, learner.tensors())
-        before = {name: tensor.clone() for name, tensor in _plain(learner).items()}
+        before = {name: tensor.clone() for name, tensor in tensors_of(learner).items()}
         learner.set_updates(progress.updates)
-        published, expected = self._load(segment.end)
+        published, expected = self.read(segment.end)
         tally = Tally(progress, self.distributed.device)
         learner.network.train()
         with closing(
@@ -144,18 +156,20 @@ class Replay:
         tally.look(progress)
         if (progress.updates, progress.skipped) != (expected.updates, expected.skipped):
             raise InputError(
-                f"{segment} have {expected.updates} updates by its checkpoints, and {progress.updates} when they are redone"
+                f"{segment} have {expected.updates} updates by its checkpoints, and {progress.updates} redone"
             )
-        return compare(before, _plain(learner), published)
+        return compare(before, tensors_of(learner), published)
 
-    def _load(self, path: Path) -> tuple[dict[str, Tensor], Progress]:
-        into = {name: torch.empty_like(tensor) for name, tensor in _plain(self.learner).items()}
+    def read(self, path: Path) -> tuple[dict[str, Tensor], Progress]:
+        """Returns all that is learned at a checkpoint, and how far its run was."""
+        into = {name: torch.empty_like(tensor) for name, tensor in tensors_of(self.learner).items()}
         progress = checkpoint.load(path, into)
         check_finite(into, path)
         return into, progress
 
 
-def _plain(learner: Learner) -> dict[str, Tensor]:
+def tensors_of(learner: Learner) -> dict[str, Tensor]:
+    """Returns what a learner has learned, where it is."""
     return {name: tensor.detach() for name, tensor in learner.tensors().items() if isinstance(tensor, Tensor)}
 
 

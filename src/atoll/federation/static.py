@@ -61,16 +61,22 @@ def _names(folder: Path, most: int) -> list[tuple[str, str]]:
             own = sorted(entry.name for entry in islice(entries, most + 1))
         if len(own) > most:
             raise InputError(f"there are more than {plural(most, 'file')}: leave out what is not part of a submission")
-        names += [(place, name) for name in own if (place, name) != ("", CHECKPOINTS) or where.joinpath(name).is_symlink()]
+        names += [
+            (place, name) for name in own if (place, name) != ("", CHECKPOINTS) or where.joinpath(name).is_symlink()
+        ]
     return names
 
 
-def check_expert(folder: Path, slot: int, gate: Gate, view: DatasetView, private: bool) -> tuple[Expert, dict[str, Any]]:
+def check_expert(
+    folder: Path, slot: int, gate: Gate, view: DatasetView, private: bool
+) -> tuple[Expert, dict[str, Any]]:
     """Returns the expert, whole and finite, if its card is that of an expert of this slot; and what there is to say."""
     card, data = ExpertCard.read(folder), view.data.card
     require_fit(CONFIG, card, data.latent_space, data.text, "the charter")
     if card.text_encoder is None:
-        raise InputError("the expert does not read the text, but the federation's prompts are texts: train one that does")
+        raise InputError(
+            "the expert does not read the text, but the federation's prompts are texts: train one that does"
+        )
     if card.cluster != slot:
         raise InputError(f"its card says that it is the expert of cluster {shown(card.cluster)}, not of slot {slot}")
     if not private and (card.data is None or card.data.fingerprint != view.fingerprint):
@@ -106,10 +112,9 @@ def nearest_copy(
     shapes = {name: p.shape for name, p in own.items()}
     length = sum(float((p - start[name].double() if start else p).square().sum()) for name, p in own.items()) ** 0.5
     distances = {
-        who: sum(float((p - weights[name].double()).square().sum()) for name, p in own.items()) ** 0.5 / max(length, 1e-30)
+        who: sum(float((p - weights[name].double()).square().sum()) for name, p in own.items()) ** 0.5
+        / max(length, 1e-30)
         for who, weights in others.items()
         if {name: weights[name].shape for name in weights if name in shapes} == shapes
     }
     return min(distances.items(), key=lambda pair: pair[1]) if distances else None
-
-

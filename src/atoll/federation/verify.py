@@ -202,13 +202,14 @@ def _judge(
         folder = download_expert(federation, submission, Path(place) / "submission", checkpoints=True)
         unseen = slot.is_private  # then any other slot says what latents and texts are
         data = data_folder(federation, federation.charter.slots[0] if unseen else slot)
-        before = None
+        before, others = None, []
         if present is not None:
             other = read_submission(federation, Key(present.submission, key.slot))
-            before = download_expert(federation, other, Path(place) / "present")
+            before = download_expert(federation, other, Path(place) / "the present expert")
+            others = [before] if other.author.key != submission.author.key else []
         try:
             judgement = judge(
-                folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, limits=limits,
+                folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, others=others, limits=limits,
                 private=submission.private, like=0 if unseen else None,
             )  # fmt: skip
         except InputError as error:

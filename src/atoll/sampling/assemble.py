@@ -4,7 +4,7 @@ MODEL/README.md                  its page on the hub: what it is, who trained wh
 MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
 MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if it was
 MODEL/router/                    config.json, model.safetensors; one expert needs none
-MODEL/centroids/                 the same of a router from centroids, where there are experts that the router has not seen
+MODEL/centroids/                 the same of a router from centroids, if there are experts that the router has not seen
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 """
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from PIL.Image import Image
@@ -304,42 +304,55 @@ def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | C
     return CombinedRouter(router, centroids)
 
 
+class _Statistics(NamedTuple):
+    """What a router from centroids knows of an expert's cluster."""
+
+    num: int  # of images
+    mean: torch.Tensor
+    variance: float
+    text_mean: torch.Tensor
+    text_covariance: torch.Tensor
+
+
+def _statistics_of(folder: Path) -> _Statistics:
+    card = ExpertCard.read(folder)
+    prior = None if card.calibration is None else read_calibration(folder / CALIBRATION)[1]
+    num, variance = (0, None) if card.data is None else (card.data.pictures or 0, card.data.variance)
+    if prior is None or prior.covariance is None or num <= 0 or variance is None or variance < 0:
+        raise InputError(
+            f"{folder} does not carry the statistics of its cluster that a router needs: train it with this version of "
+            "atoll, or give a router that knows its cluster"
+        )
+    return _Statistics(num, prior.mean, variance, prior.centre, prior.covariance)
+
+
 def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
     """Returns the router from centroids that experts carry the statistics of; None: one is missing, and gets nothing.
 
     It is the one that `make_centroid_router` fits to the data of all, but for its image scale, which only they tell.
     """
-    folders = [folder for folder in experts if folder is not None]
-    cards = {folder: ExpertCard.read(folder) for folder in folders}
-    means, variances, counts, texts, covariances = {}, {}, {}, {}, {}
-    for folder, card in cards.items():
-        prior = None if card.calibration is None else read_calibration(folder / CALIBRATION)[1]
-        data = card.data
-        known = data is not None and (data.pictures or 0) > 0 and data.variance is not None and data.variance >= 0
-        if prior is None or prior.covariance is None or not known:
-            raise InputError(
-                f"{folder} does not carry the statistics of its cluster that a router needs: train it with this version "
-                "of atoll, or give a router that knows its cluster"
-            )
-        means[folder], texts[folder], covariances[folder] = prior.mean, prior.centre, prior.covariance
-        variances[folder], counts[folder] = data.variance, data.pictures
-    first = folders[0]
-
-    def column(values: Mapping[Path, Any], missing: Any) -> torch.Tensor:
-        rows = [missing if folder is None else values[folder] for folder in experts]
-        return torch.stack([torch.as_tensor(row, dtype=torch.float64) for row in rows])
-
-    total = sum(counts.values())
-    covariance = torch.stack([covariances[folder].double() * (counts[folder] / total) for folder in folders]).sum(0)
+    known = {folder: _statistics_of(folder) for folder in experts if folder is not None}
+    first, shown = next(iter(known)), next(iter(known.values()))
+    missing = _Statistics(
+        0, torch.zeros_like(shown.mean), 1.0, torch.zeros_like(shown.text_mean), shown.text_covariance
+    )
+    rows = [missing if folder is None else known[folder] for folder in experts]
+    counts = torch.tensor([row.num for row in rows], dtype=torch.float64)
+    covariances = torch.stack([row.text_covariance for row in rows]).double()
     router = CentroidRouter.fit(
-        column(means, torch.zeros_like(means[first])), column(variances, 1.0), column(counts, 0),
-        column(texts, torch.zeros_like(texts[first])), covariance, image_scale=IMAGE_SCALE,
-    ).float()  # fmt: skip
-    card = cards[first]
+        torch.stack([row.mean for row in rows]).double(),
+        torch.tensor([row.variance for row in rows], dtype=torch.float64),
+        counts,
+        torch.stack([row.text_mean for row in rows]).double(),
+        torch.einsum("k,kde->de", counts / counts.sum(), covariances),
+        image_scale=IMAGE_SCALE,
+    ).float()
+    card = ExpertCard.read(first)
     router.card = {
-        "latent_space": card.latent_space.values(), "text_encoder": card.text_encoder and card.text_encoder.values(),
+        "latent_space": card.latent_space.values(),
+        "text_encoder": card.text_encoder and card.text_encoder.values(),
         "training": {"method": "the experts' cards"},
-    }  # fmt: skip
+    }
     return router
 
 
@@ -351,12 +364,15 @@ def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path | None, al
     by_cluster: dict[int, Path] = {}
     for folder, card in cards.items():
         cluster = 0 if card.cluster is None and num == 1 else card.cluster
-        if cluster not in range(MOST_EXPERTS) or (cluster >= num and card.calibration is None):
+        known = cluster is not None and 0 <= cluster < (num if card.calibration is None else MOST_EXPERTS)
+        if cluster is None or not known:
             what = "all of the data" if cluster is None else f"cluster {cluster}"
-            raise InputError(
-                f"{folder} is of {what}, but the router {place} knows the clusters 0 to {num - 1}: leave it out, or "
-                "give the router of its partition"
+            why = (
+                "cards tell of one cluster each"
+                if place is None
+                else f"the router {place} knows the clusters 0 to {num - 1}"
             )
+            raise InputError(f"{folder} is of {what}, but {why}: leave it out, or give the router of its partition")
         if cluster in by_cluster:
             raise InputError(
                 f"{by_cluster[cluster]} and {folder} are experts of the same cluster, {cluster}: give one of them"
