@@ -56,9 +56,8 @@ def status(url: str | None = None, slots: int = 1000, submissions: int = 10_000,
             for method, original in originals.items():
                 setattr(Store, method, original)
             pages = -(-submissions // 1000) * 2 + 2 * -(-slots // 1000)
-            print(
-                f"status, {name}: {seconds:.2f} s, {sum(calls.values())} calls {dict(calls)}, about {pages} pages of lists"
-            )
+            total = sum(calls.values())
+            print(f"status, {name}: {seconds:.2f} s, {total} calls {dict(calls)}, about {pages} pages of lists")
         print(text[0])
 
 

@@ -23,7 +23,9 @@ from atoll.federation.roles import Federation, FrozenError, file_digest
 from atoll.federation.status import read_status, render_text
 from atoll.federation.submission import Claim, Key, Submission, list_submissions, read_submission
 from atoll.object_store import Store, open_store
-from federations import GATE, GOOD, TRAINING, World, files_below, make_data
+from atoll.storage import digest_of
+from atoll.training.expert import train_expert
+from federations import GATE, GOOD, SETTINGS, TRAINING, World, files_below, make_data
 
 pytest.importorskip("tuf")
 
@@ -126,6 +128,8 @@ def test_training_again_resumes_to_the_same_bits(world, monkeypatch):
     [key] = list_submissions(store_of(world))
     with world.person("anna"):
         whole = read_submission(Federation.open(world.url), key).files["model.safetensors"]
+    train_expert(world.data, 0, SETTINGS, world.home / "alone", progress=False)
+    assert digest_of(world.home / "alone" / "model.safetensors") == whole.sha256  # as `atoll train` makes it
     other = World(f"{world.url}2", world.home, world.data)
     other.create(lease=0.3)
     from atoll.training import loop

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from atoll.cards import ModelIndex
+from atoll.errors import InputError
 from atoll.federation.keys import Identity
 from atoll.federation.lease import Lease, claim
+from atoll.federation.registry import build_model
 from atoll.federation.roles import Federation
 from atoll.federation.submission import Key, read_submission
 from atoll.object_store import open_store
@@ -61,8 +64,8 @@ def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, data, tmp
             keys.append(f"{walt.key}=walt")
         with World(url, tmp_path, data).person("anna") as anna:
             keys.append(f"{anna.key}=anna")
-        out = atoll(tmp_path, "anna", "federation", "create", url, "--data", str(data), "--gate", *GATE, "--verifier", *keys,
-                    "--verdicts", "2", *FLAGS)  # fmt: skip
+        out = atoll(tmp_path, "anna", "federation", "create", url, "--data", str(data), "--gate", *GATE,
+                    "--verifier", *keys, "--verdicts", "2", *FLAGS)  # fmt: skip
         root = re.search("root: ([0-9a-f ]+)", out.stdout)[1].strip()
         for name in ("ben", "carla"):
             atoll(tmp_path, name, "federation", "join", url, "--name", name, "--root", root)
@@ -79,6 +82,25 @@ def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, data, tmp
     assert (tmp_path / "samples" / "grid.png").exists()
     assert sum(proxy.faults.values()) - proxy.faults["none"] > 20
     report(f"federation walk through a faulty proxy: {dict(proxy.faults)}")
+
+
+def test_own_images_open_a_slot_and_are_judged_by_what_can_be(data, tmp_path):
+    """An expert of images that nobody else has joins the others; its author alone can train for its slot."""
+    world = World(f"file://{tmp_path / 'store'}", tmp_path / "people", data)
+    world.create()
+    world.train("ben", slot=0)
+    mine = make_data(tmp_path / "mine", num=24, clusters=0, kind="digits", seed=5)
+    world.run("carla", "join", world.url, "--data", str(mine), "--new-slot")
+    world.train("carla")
+    with pytest.raises(InputError, match="carla's own images"):
+        world.train("dora", slot=2)
+    lines = " ".join(world.verify("anna"))
+    assert "its files and card, and nothing else, agree" in lines
+    with world.person("eve"):
+        model = build_model(Federation.open(world.url))
+    index = ModelIndex.read(model)
+    assert index.objectives == ("fm", None, "fm")
+    assert index.router is not None
 
 
 def contend(url, folder, i, num_rounds, num_slots, barrier, results):

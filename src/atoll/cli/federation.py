@@ -91,7 +91,8 @@ def join(
         name: Your name, as it is shown to others.
         root: The fingerprint that a founder has told you; without, the root that is there now is trusted.
         data: Your own images with captions, as `atoll prepare` reads or has made them. They are assigned to the slot
-            they fit, or open a new one; none of them leaves this machine, only the slot's card.
+            they fit, or open a new one; none of them leaves this machine, only the slot's card. A prepared data set is
+            regrouped into that slot.
         new_slot: Open a slot even if they fit another.
     """
     from atoll.federation.create import bring

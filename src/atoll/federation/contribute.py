@@ -45,8 +45,10 @@ def contribute(
             f"every slot of {federation.place} has an expert or a submission",
             f"next: atoll federation status {federation.place}",
         ]
-    for number in wanted:
-        check_license(charter, federation.slot(number).license, license or charter.license)
+    for found in map(federation.slot, wanted):
+        check_license(charter, found.license, license or charter.license)
+        if found.author is not None and (found.author.key != identity.key or data is None):
+            raise InputError(f"slot {found.number} is for {found.author.name}'s own images: only they can train for it")
     run = run_name(settings, identity if data is not None else None)
     holding = claim(
         store, wanted, identity, lambda number: run, settings.steps, charter.lease, federation.cache / "leases"
@@ -75,7 +77,7 @@ def contribute(
     return [
         *lines,
         f"submitted {key.id[:12]} for slot {number}, signed by {identity.person.name} ({identity.key[:8]})",
-        f"next: a verifier runs `atoll federation verify {federation.place}`; see `atoll federation status {federation.place}`",
+        f"next: atoll federation status {federation.place}, and a verifier runs `atoll federation verify`",
     ]
 
 

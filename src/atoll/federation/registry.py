@@ -77,7 +77,8 @@ def credits_page(charter: Charter, accepted: Mapping[int, Accepted], index: Mode
         flops, share = about.get("flops"), (shares or {}).get(slot)
         cells = [
             slot, about.get("name"), str(about.get("author"))[:8], about.get("objective"), about.get("steps"),
-            about.get("samples"), f"{flops:.3g}" if isinstance(flops, int) else "", "" if share is None else f"{share:.1%}",
+            about.get("samples"), f"{flops:.3g}" if isinstance(flops, int) else None,
+            None if share is None else f"{share:.1%}",
             about.get("license"), entry.submission[:12],
         ]  # fmt: skip
         rows.append("| " + " | ".join("" if value is None else cell(value) for value in cells) + " |")

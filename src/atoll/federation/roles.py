@@ -39,6 +39,7 @@ BINS, BITS = "experts", 14
 LIFETIME = timedelta(days=3650)  # of all metadata but the timestamp
 MAX_METADATA = 8 << 20  # bytes
 MAX_SLOT = 1 << 20  # bytes of the card of a slot
+MOST_OPENED = 2000  # slots that contributors have opened, and proposals, that are read
 KEPT = 20  # submissions that had a slot before, by name
 NUM_REQUESTS = 16  # under way at once
 TRUSTED = "trusted.json"  # the root that this machine trusts first
@@ -205,7 +206,7 @@ class Federation:
         """Returns the charter's slots, and those that contributors have opened, each signed by its author."""
         slots = {slot.number: slot for slot in self.charter.slots}
         if self.charter.open_slots:
-            keys = [key for key, size in self.store.list("slots") if size <= MAX_SLOT]
+            keys = [key for key, size in self.store.list("slots") if size <= MAX_SLOT][:MOST_OPENED]
             with ThreadPoolExecutor(NUM_REQUESTS) as pool:
                 for key, content in zip(keys, pool.map(self._get_slot, keys), strict=True):
                     with suppress(InputError):  # what strangers write there is no reason to stop
@@ -517,7 +518,7 @@ class Federation:
         from tuf.api.metadata import Metadata
 
         num = 0
-        for key, size in self.store.list("proposals"):
+        for key, size in self.store.list("proposals")[:MOST_OPENED]:
             role, _, rest = key.removeprefix("proposals/").partition(".")
             known = self.snapshot.signed.meta.get(f"{role}.json")
             version = rest.partition(".")[0]
@@ -574,8 +575,17 @@ def _fetcher(federation: Federation) -> Any:
 
 def found(url: str, identity: Identity, charter: Charter, verifiers: list[Person], num_verdicts: int) -> Federation:
     """Writes the first metadata, the root last: before it is there, there is no federation."""
-    from tuf.api.metadata import Delegations, Metadata, MetaFile, Root, Snapshot, SuccinctRoles, TargetFile, Targets
-    from tuf.api.metadata import Timestamp
+    from tuf.api.metadata import (
+        Delegations,
+        Metadata,
+        MetaFile,
+        Root,
+        Snapshot,
+        SuccinctRoles,
+        TargetFile,
+        Targets,
+        Timestamp,
+    )  # fmt: skip
 
     federation = Federation(url)
     store, expires = federation.store, datetime.fromisoformat(charter.created).replace(tzinfo=UTC) + LIFETIME
@@ -630,8 +640,8 @@ def change_roles(
         raise InputError(f"{num_founders} founders must sign, but there would be {len(founders)} of them")
     content = charter.model_dump_json().encode()
     federation.store.put(f"charter/{file_digest(content)}.charter.json", content)
-    voters = {key.keyid: key for key in (key_of(person.key) for person in verifiers)}
-    owners = {key.keyid: key for key in (key_of(person.key) for person in founders)}
+    voters: dict[str, Any] = {key.keyid: key for key in (key_of(person.key) for person in verifiers)}
+    owners: dict[str, Any] = {key.keyid: key for key in (key_of(person.key) for person in founders)}
     root = deepcopy(federation.root.signed)
     root.version += 1
     root.keys = {**voters, **owners}

@@ -143,9 +143,8 @@ def render_text(status: Status) -> list[str]:
     for slot in status.slots[:IN_A_TABLE]:
         who, what, license = describe_slot(slot, status.num_verdicts)
         share = f", leads {status.shares[slot.slot.number]:.0%}" if slot.slot.number in status.shares else ""
-        lines.append(
-            f"{slot.slot.number:5}  {slot.state:9}  {slot.slot.images:8,}  {who[:16]:16}  {(what + share)[:44]:30}  {license}"
-        )
+        what, images = (what + share)[:44], f"{slot.slot.images:,}"
+        lines.append(f"{slot.slot.number:5}  {slot.state:9}  {images:>8}  {who[:16]:16}  {what:30}  {license}")
     if len(status.slots) > IN_A_TABLE:
         lines.append(f"       ... and {len(status.slots) - IN_A_TABLE} more: --html shows all")
     for verdict in status.refusals[:5]:

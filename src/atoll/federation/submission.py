@@ -125,7 +125,7 @@ def submit(
     files = upload(store, paths, "submit")
     submission = Submission(
         federation=file_digest(federation.fingerprint.encode()), slot=slot, author=identity.person, contributors=held,
-        license=license, objective=str(settings.get("objective", "unknown")), model=str(settings.get("model", "unknown")),
+        license=license, objective=str(settings.get("objective")), model=str(settings.get("model")),
         steps=int(training.get("steps", 0)), samples=int(training.get("samples", 0)), private=private, submitted=now,
         files=files,
     )  # fmt: skip

@@ -162,7 +162,8 @@ def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limi
     base = NONE if present is None else present.submission[:16]
     verdict = Verdict(
         author=identity.person, submission=key.id, slot=key.slot, present=base, accepted=judgement.accepted,
-        reason=judgement.reason, figures=judgement.figures, about=about, judged=datetime.now(UTC).isoformat(timespec="seconds"),
+        reason=judgement.reason, figures=judgement.figures, about=about,
+        judged=datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     name = VerdictKey(key.id, key.slot, identity.key[:16], base, judgement.accepted)
     federation.store.put(str(name), seal(verdict, identity))
@@ -209,8 +210,8 @@ def _judge(
             others = [before] if other.author.key != submission.author.key else []
         try:
             judgement = judge(
-                folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, others=others, limits=limits,
-                private=submission.private, like=0 if unseen else None,
+                folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, others=others,
+                limits=limits, private=submission.private, like=0 if unseen else None,
             )  # fmt: skip
         except InputError as error:
             raise OwnFaultError(str(error)) from error
