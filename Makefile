@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "atoll needs Python 3.11 or newer: make PYTHON=python3.11 setup"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,store,text,ray,eval,serve,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,photos,parquet,store,text,ray,eval,federation,serve,dev]'
 	touch $@
 
 demo: setup  ## data, experts, one model, samples and a report: demo/report.html

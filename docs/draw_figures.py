@@ -220,6 +220,83 @@ def draw_avatars() -> None:
         Image.open(Path(folder) / "clusters" / "map.png").save(FOLDER / "clusters.png")
 
 
+def draw_federation() -> None:
+    """Who writes what into the store, and who reads it."""
+    figure, axis = plt.subplots(figsize=(9.6, 5.0))
+    axis.set(xlim=(0, 96), ylim=(0, 50))
+    axis.axis("off")
+
+    def box(x: float, y: float, wide: float, high: float, title: str, lines: str, colour: str) -> None:
+        patch = mpl.patches.FancyBboxPatch(
+            (x, y),
+            wide,
+            high,
+            boxstyle="round,pad=0,rounding_size=1.2",
+            facecolor="white",
+            edgecolor=colour,
+            linewidth=1.8,
+        )
+        axis.add_patch(patch)
+        axis.text(x + 1.4, y + high - 1.4, title, va="top", fontsize=10, fontweight="bold", color=colour)
+        axis.text(x + 1.4, y + high - 4.4, lines, va="top", fontsize=8, linespacing=1.5, color=INK)
+
+    def arrow(
+        start: tuple[float, float], end: tuple[float, float], label: str, colour: str, shift: float = 0.9
+    ) -> None:
+        axis.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6})
+        middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + shift
+        axis.text(*middle, label, ha="center", va="bottom", fontsize=7.6, color=INK, bbox=behind)
+
+    teal, orange, _, violet = COLOURS
+    behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
+    axis.add_patch(
+        mpl.patches.FancyBboxPatch(
+            (36, 2),
+            24,
+            46,
+            boxstyle="round,pad=0,rounding_size=1.6",
+            facecolor="#f4f6f7",
+            edgecolor=GRID,
+            linewidth=1.4,
+        )
+    )
+    axis.text(48, 46.4, "object store", ha="center", va="top", fontsize=10, fontweight="bold")
+    axis.text(48, 43.6, "trusted with nothing", ha="center", va="top", fontsize=8, color="#5c6a77")
+    box(38, 31.5, 20, 9, "charter and slots", "frozen encoders, images\nof each slot, gate, roles", teal)
+    box(38, 20.5, 20, 9, "leases, submissions", "weights, card, checkpoints;\nnamed by content, signed", orange)
+    box(38, 12, 20, 6.5, "verdicts", "signed, with figures", violet)
+    box(38, 3.5, 20, 6.5, "accepted experts", "signed by enough verifiers", violet)
+    box(2, 33, 21, 10, "founders", "write and sign the charter,\nname verifiers", teal)
+    box(
+        2,
+        19,
+        21,
+        11,
+        "contributors",
+        "lease a slot, train alone,\nkeep a heartbeat, submit;\nown images stay at home",
+        orange,
+    )
+    box(
+        73,
+        17,
+        21,
+        15,
+        "verifiers",
+        "static: files, card, sizes\nquality: held-out error\n   at each noise level\nreplay: redo some steps",
+        violet,
+    )
+    box(73, 3.5, 21, 7.5, "anyone", 'atoll sample URL "a prompt"', "#5c6a77")
+    arrow((23, 38), (38, 36.5), "root key", teal)
+    arrow((38, 32.5), (23, 28.5), "one slot's images", teal, 1.8)
+    arrow((23, 23), (38, 24.5), "expert", orange, -3.0)
+    arrow((58, 25), (73, 26.5), "pending", orange)
+    arrow((73, 20.5), (58, 15.5), "verdict", violet, 0.8)
+    arrow((73, 18.0), (58, 8.0), "signatures", violet, -1.0)
+    arrow((58, 5.4), (73, 5.4), "verified by TUF", "#5c6a77", -2.6)
+    figure.tight_layout()
+    save(figure, "federation")
+
+
 def save(figure: Figure, name: str) -> None:
     FOLDER.mkdir(exist_ok=True)
     # No dates or versions inside: the same picture is the same file.
@@ -233,3 +310,4 @@ if __name__ == "__main__":
     draw_weights()
     draw_solvers()
     draw_avatars()
+    draw_federation()

@@ -1,8 +1,10 @@
 """S3 servers for tests: moto's in this process, SeaweedFS as a process of its own, and servers that do wrong."""
 
+import http.client
 import http.server
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -155,3 +158,89 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class FaultyProxy:
+    """A proxy before an S3 server that does wrong with one request in five: it drops, delays, truncates or repeats it,
+    or answers 500 or 503 in the server's place."""
+
+    FAULTS = ("drop", "drop answer", "delay", "truncate", "repeat", "500", "503")
+
+    def __init__(self, endpoint: str, share: float = 0.2, seed: int = 0) -> None:
+        self.share, self.faults = share, Counter()
+        self._random, self._guard = random.Random(seed), threading.Lock()
+        host, port = endpoint.removeprefix("http://").split(":")
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(handler):
+                body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+                fault = self.choose()
+                if fault == "drop":
+                    return handler.cut()
+                if fault in ("500", "503"):
+                    return handler.answer(int(fault), {}, b"")
+                if fault == "delay":
+                    time.sleep(self._random.uniform(0.1, 0.5))
+                for _ in range(2 if fault == "repeat" else 1):
+                    status, headers, content = handler.forward(body)
+                if fault == "drop answer":
+                    return handler.cut()
+                handler.answer(status, headers, content, truncate=fault == "truncate")
+
+            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+            def forward(handler, body):
+                connection = http.client.HTTPConnection(host, int(port), timeout=60)
+                try:
+                    connection.request(handler.command, handler.path, body, dict(handler.headers))
+                    answer = connection.getresponse()
+                    return answer.status, dict(answer.getheaders()), answer.read()
+                finally:
+                    connection.close()
+
+            def answer(handler, status, headers, content, truncate=False):
+                handler.send_response(status)
+                skipped = {"content-length", "transfer-encoding", "connection", "date", "server"}
+                for name, value in headers.items():
+                    if name.lower() not in skipped:
+                        handler.send_header(name, value)
+                size = headers.get("Content-Length", len(content)) if handler.command == "HEAD" else len(content)
+                handler.send_header("Content-Length", str(size))
+                handler.end_headers()
+                if handler.command != "HEAD":
+                    handler.wfile.write(content[: len(content) // 2] if truncate else content)
+                if truncate:
+                    handler.cut()
+
+            def cut(handler):
+                handler.close_connection = True
+                with suppress(OSError):
+                    handler.connection.shutdown(socket.SHUT_RDWR)
+
+            def log_message(self, *_):
+                pass
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_):
+                pass  # a client that has gone
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+    def choose(self) -> str:
+        with self._guard:
+            fault = self._random.choice(self.FAULTS) if self._random.random() < self.share else "none"
+            self.faults[fault] += 1
+            return fault
+
+    def __enter__(self) -> "FaultyProxy":
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.server.shutdown()
+        self.server.server_close()

@@ -22,6 +22,7 @@ LAYERS = [  # each may import those above it
     {"training"},
     {"metrics", "engines"},
     {"experiments", "serving"},
+    {"federation"},
     {"cli"},
 ]
 LAYERS.append({"__init__", "__main__"})  # the public face

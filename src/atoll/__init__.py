@@ -4,7 +4,10 @@ Names are imported when they are first used, so that `import atoll` and `atoll -
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from atoll.object_store import model_finders
 
 __version__ = "0.1.0"
 __all__ = ["AtollPipeline", "DiT", "Ensemble", "Expert", "InputError", "Objective", "Router", "Transfer", "__version__"]
@@ -34,3 +37,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _find_in_federation(place: str | Path, revision: str | None) -> Path | None:
+    from atoll.federation.registry import find_model
+
+    return find_model(place, revision)
+
+
+model_finders.append(_find_in_federation)  # a federation's URL is a model wherever one is asked for

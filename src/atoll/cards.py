@@ -310,6 +310,7 @@ class RouterEntry(Card):
     model: str
     reads_text: bool
     temperature: Positive = 1.0
+    centroids: Name | None = None  # the folder of a router from centroids, for experts that this one does not know
 
 
 class ModelIndex(Card):
@@ -328,6 +329,7 @@ class ModelIndex(Card):
         num, listed = self.num_experts, len(self.experts)
         _require(num == listed, f"says that num_experts is {num}, but {listed} experts are listed")
         parts = [part.folder for part in (*self.experts, self.router) if part is not None]
+        parts += [self.router.centroids] if self.router is not None and self.router.centroids is not None else []
         for name, count in Counter(parts).items():
             _require(count == 1, f"names {shown(name)} for {count} parts")
         for k, part in enumerate(self.experts):

@@ -33,6 +33,7 @@ SCHEMES = ("s3", "gs", "az", "file", "memory")
 MAX_OBJECT = 64 << 20  # bytes that `get` returns unless told otherwise
 PART = 8 << 20  # bytes per request: of this size, one takes no longer than the timeout even on a slow line
 NUM_RETRIES = 100  # at most; what ends them is the time
+model_finders: list[Callable[[str | Path, str | None], Path | None]] = []  # (place, revision) -> a local folder
 _memory: dict[str, Any] = {}  # the stores of memory://NAME, for the life of the process
 
 
@@ -187,11 +188,22 @@ class Store:
         folders = {key[:i] for key, _ in found for i, letter in enumerate(key) if letter == "/"}
         return sorted((key, size) for key, size in found if key not in folders)
 
+    def list_modified(self, prefix: str) -> dict[str, float]:
+        """Returns when each object below a prefix was written, by the store's own clock, in seconds since 1970."""
+        with self._request(prefix) as store:
+            pages = list(_obstore().list(store, prefix))
+        return {check_key(entry["path"]): entry["last_modified"].timestamp() for page in pages for entry in page}
+
     def head(self, key: str) -> tuple[int, str]:
         """Returns the size and the etag of an object; raises FileNotFoundError if there is none."""
         with self._request(key) as store:
             about = _obstore().head(store, key)
         return about["size"], about["e_tag"] or ""
+
+    def modified(self, key: str) -> float:
+        """Returns when an object was written, by the store's own clock, in seconds since 1970."""
+        with self._request(key) as store:
+            return float(_obstore().head(store, key)["last_modified"].timestamp())
 
     def exists(self, key: str) -> bool:
         try:

@@ -13,6 +13,7 @@ def assemble(
     data: Path | None = None,
     allow_missing: bool = False,
     without_router: bool = False,
+    from_cards: bool = False,
     step: int | None = None,
 ) -> None:
     """Make one model of experts and a router that were trained apart, after checking that they fit.
@@ -30,6 +31,8 @@ def assemble(
         data: The data set of the experts, for its codec and text encoder; its pictures are not needed.
         allow_missing: Do without an expert for some of the clusters.
         without_router: Several experts of the same data, which `atoll sample --routing by_time` takes turns with.
+        from_cards: Need no router: make one of the statistics that experts carry. Experts of clusters that a router
+            does not know join it in the same way, without this flag.
         step: Take experts as they were after so many steps, from the checkpoints that `atoll train --keep-every` kept;
             the router stays as it is.
     """
@@ -49,7 +52,8 @@ def assemble(
             router = router or next((run / "router" for run in folders if (run / "router").is_dir()), None)
             runs = [expert for run in folders for expert in (expert_folders(run) or [run])]
             folders = take_snapshots(runs, step, data, Path(place))
-        index = put_together(folders, router, out, data, allow_missing=allow_missing, without_router=without_router)
+        index = put_together(folders, router, out, data, allow_missing=allow_missing, without_router=without_router,
+                             from_cards=from_cards)  # fmt: skip
     kinds = ", ".join(f"{k} {kind or 'missing'}" for k, kind in enumerate(index.objectives))
     noun = "expert" if index.num_experts == 1 else "experts"
     shape = "x".join(map(str, index.latent_space.shape))

@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from atoll.cli.federation import run as run_federation
 from atoll.data.settings import PrepareSettings
 from atoll.errors import InputError, printable
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
@@ -19,7 +20,7 @@ from atoll.training.settings import DistillSettings, ExpertSettings, RouterSetti
 FILES = (
     *("fetch", "prepare", "partition", "assign", "inspect"),
     *("train", "train_router", "train_all", "assemble", "distill", "sample", "convert"),
-    *("serve", "serve_expert", "evaluate", "reproduce", "demo", "doctor"),
+    *("federation", "serve", "serve_expert", "evaluate", "reproduce", "demo", "doctor"),
 )
 VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
@@ -41,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     try:
         with plain_warnings():
+            if given[:1] == ["federation"]:
+                return run_federation(given[1:])
             tyro.extras.subcommand_cli_from_dict(
                 _verbs(given),
                 prog="atoll",

@@ -63,6 +63,7 @@ EXTRAS = {  # of pyproject.toml: the modules of each, and what one needs it for
     "text": (("wordllama",), "a text encoder that knows what words mean"),
     "ray": (("ray",), "clusters of several machines"),
     "eval": (("stlpips_pytorch",), "LPIPS, a measure of diversity"),
+    "federation": (("obstore", "securesystemslib", "tuf"), "federations"),
     "serve": (("fastapi", "httpx", "prometheus_client", "uvicorn"), "the image API, the studio and remote experts"),
 }
 NOT_IMPORTED = "stlpips_pytorch"  # for its weights alone

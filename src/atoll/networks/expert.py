@@ -47,7 +47,8 @@ class Expert:
             known, prior = self.calibration, self.prior
             tensors = {"log_snr": known.log_snr, "gain": known.gain, "mean": known.mean.float().contiguous()}
             if prior is not None:
-                tensors |= {f"text_{name}": getattr(prior, name).contiguous() for name in ("weight", "centre", "null")}
+                named = {name: getattr(prior, name) for name in ("weight", "centre", "null", "covariance")}
+                tensors |= {f"text_{name}": part.contiguous() for name, part in named.items() if part is not None}
                 tensors["text_limit"] = torch.tensor(prior.limit, dtype=torch.float64)
             write_whole(folder / CALIBRATION, lambda staged: save_file(tensors, staged))
             files = [CALIBRATION]
@@ -78,6 +79,7 @@ def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:
         if "text_weight" not in tensors:
             return calibration, None
         weight, centre, null, limit = (tensors[f"text_{name}"] for name in ("weight", "centre", "null", "limit"))
-        return calibration, TextPrior(calibration.mean, weight, centre, null, float(limit))
+        covariance = tensors.get("text_covariance")  # experts of earlier versions have none
+        return calibration, TextPrior(calibration.mean, weight, centre, null, float(limit), covariance)
     except (KeyError, RuntimeError, TypeError) as error:  # a tensor is not there, or of another shape
         raise InputError(f"{path} is damaged ({reason_of(error)}): copy it again from its source") from error

@@ -28,13 +28,16 @@ class TextPrior:
     centre: Tensor  # [text_dim], the mean of the captions' mean tokens
     null: Tensor  # [text_dim], the mean token of the null text, which says nothing
     limit: float  # the largest distance from `mean` of a caption
+    covariance: Tensor | None = None  # [text_dim, text_dim], of the captions' mean tokens, for routers from centroids
 
     def __post_init__(self) -> None:
         dim = len(self.centre)
         if self.weight.shape != (dim, *self.mean.shape) or self.null.shape != (dim,) or not self.limit >= 0:
             raise InputError(f"a text prior for texts {dim} wide and latents {list(self.mean.shape)} does not fit")
+        if self.covariance is not None and self.covariance.shape != (dim, dim):
+            raise InputError(f"a covariance {list(self.covariance.shape)} is not that of texts {dim} wide")
         if self.mean.device.type == "cpu":  # elsewhere the look would stall the device
-            check_finite({name: part for name, part in vars(self).items() if name != "limit"}, "the text prior")
+            check_finite({name: part for name, part in vars(self).items() if torch.is_tensor(part)}, "the text prior")
 
     @classmethod
     def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
@@ -53,7 +56,8 @@ class TextPrior:
         if learned.num > 1:
             weight = everything.solve(min(RIDGES, key=lambda trial: judge.error(learned.solve(trial), learned.centre)))
         limit = max(float(((pooled.double() - centre) @ weight).norm(dim=1).max()) for pooled in tokens)
-        return cls(mean.float(), weight.float().view(-1, *mean.shape), centre.float(), null.float(), limit)
+        weight, covariance = weight.float().view(-1, *mean.shape), everything.covariance.float()
+        return cls(mean.float(), weight, centre.float(), null.float(), limit, covariance)
 
     def of(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the mean latent of texts tokens[B, L, text_dim] with mask[B, L]: [B, C, S, S]."""
@@ -90,10 +94,15 @@ class _Sums:
     def centre(self) -> Tensor:
         return self.sums[0] / max(self.num, 1)
 
+    @property
+    def covariance(self) -> Tensor:
+        p, pp, *_ = self.sums
+        return pp / self.num - torch.outer(p, p) / self.num**2
+
     def solve(self, ridge: float) -> Tensor:
         """Returns the weight[text_dim, D] of the ridge regression of x on p - centre; x has no mean of its own."""
-        p, pp, px, x, _ = self.sums
-        covariance = pp / self.num - torch.outer(p, p) / self.num**2
+        p, _, px, x, _ = self.sums
+        covariance = self.covariance
         cross = px / self.num - torch.outer(p, x) / self.num**2
         level = ridge * covariance.diagonal().mean().clamp_min(1e-12)
         return torch.linalg.solve(covariance + level * torch.eye(len(p), dtype=p.dtype), cross)

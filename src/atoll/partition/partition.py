@@ -35,6 +35,7 @@ from atoll.storage import exists
 
 METHODS = ("kmeans", "random", "label")
 CENTROIDS = "centroids.safetensors"
+MOST_CLUSTERS = 65536
 
 
 def partition(
@@ -91,6 +92,19 @@ def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -
         labels = assign(features, centroids, progress)
         settings = {key: getattr(card, key) for key in ("method", "seed", "metric", "fine", "cap")}
         return _write(data, features, labels, centroids.num_clusters, centroids, settings, centroids.metric, progress)
+
+
+def place_in(folder: str | Path, cluster: int, progress: bool = True) -> list[str]:
+    """Places all of a data set into one cluster of this number, such as one that a partition elsewhere does not have.
+
+    An expert of it can then join the experts of that partition.
+    """
+    if not 0 <= cluster < MOST_CLUSTERS:
+        raise InputError(f"the cluster must be from 0 to {MOST_CLUSTERS - 1}, but is {cluster}")
+    with open_to_regroup(place_of(folder)) as data, local_features(data, progress) as features:
+        labels = torch.full((len(data),), cluster)
+        settings = {"method": "one cluster", "seed": 0}
+        return _write(data, features, labels, cluster + 1, None, settings, "euclidean", progress)
 
 
 def by_random(num_rows: int, k: int, seed: int = 0) -> Tensor:

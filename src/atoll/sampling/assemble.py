@@ -4,6 +4,7 @@ MODEL/README.md                  its page on the hub: what it is, who trained wh
 MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
 MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if it was
 MODEL/router/                    config.json, model.safetensors; one expert needs none
+MODEL/centroids/                 the same of a router from centroids, if there are experts that the router has not seen
 MODEL/vae/, text_encoder/        and tokenizer/ where there is one
 """
 
@@ -15,7 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
+import torch
 from PIL.Image import Image
 from tqdm import tqdm
 
@@ -44,21 +47,26 @@ from atoll.encoders.text import FOLDER as TEXT
 from atoll.encoders.text import TOKENIZER, load_text_encoder
 from atoll.errors import InputError
 from atoll.networks.centroid_router import CentroidRouter
-from atoll.networks.expert import CALIBRATION, REPORT, Expert
+from atoll.networks.combined_router import CombinedRouter
+from atoll.networks.expert import CALIBRATION, REPORT, Expert, read_calibration
 from atoll.networks.router import Router
 from atoll.networks.stored import WEIGHTS, folder_of, push_folder
+from atoll.object_store import model_finders
 from atoll.sampling.model_card import README, SAMPLES, is_ours, write_model_card
 from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
 
-ROUTER = "router"
+ROUTER, CENTROIDS = "router", "centroids"
+IMAGE_SCALE = 0.03  # of a router from cards
+MOST_EXPERTS = 65536
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its checkpoints stay where they are
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, README, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
-    """Returns the folder itself, or where the hub's files are kept on this machine."""
-    return folder_of(folder, revision, PATTERNS)
+    """Returns the folder itself, or where the files of the hub or of a federation are kept on this machine."""
+    found = (find(folder, revision) for find in model_finders)
+    return next((path for path in found if path is not None), None) or folder_of(folder, revision, PATTERNS)
 
 
 # --- putting one together -----------------------------------------------------------------------------------------
@@ -72,11 +80,14 @@ def assemble(
     *,
     allow_missing: bool = False,
     without_router: bool = False,
+    from_cards: bool = False,
 ) -> ModelIndex:
     """Checks that the parts fit, and makes a model folder of them.
 
     A folder with expert_* in it stands for these, and for the router in it; `data` has the codec and the text encoder.
-    Without a router several experts stay in the order given, for routing that asks none.
+    Without a router several experts stay in the order given, for routing that asks none. Experts of clusters that the
+    router does not know join by the statistics that each expert carries; `from_cards`, all of them do, and no router is
+    needed.
     """
     check_free(resolved(out))  # before the work, not after it
     given = [Path(folder) for folder in experts]
@@ -91,15 +102,21 @@ def assemble(
     for folder, card in cards.items():
         require_fit(folder, card, space, text, source)
     ordered, router_entry = list[Path | None](cards), None
-    place = None if without_router else _find_router(given, router, len(folders))
+    place = None if without_router or from_cards else _find_router(given, router, len(folders))
+    made: CentroidRouter | None = None
     if place is not None:
         network, router_card = load_router(place), RouterCard.read(place)
         require_fit(place, router_card, space, text, source)
+        ordered = _in_order(cards, network.config.num_experts, place, allow_missing)
+        made = router_from_cards(ordered) if len(ordered) > network.config.num_experts else None
         router_entry = RouterEntry(
             folder=ROUTER, model=type(network).__name__, reads_text=network.config.text_dim is not None,
-            temperature=router_card.temperature,
+            temperature=router_card.temperature, **({} if made is None else {"centroids": CENTROIDS}),
         )  # fmt: skip
-        ordered = _in_order(cards, network.config.num_experts, place, allow_missing)
+    elif from_cards and len(folders) > 1:
+        ordered = _in_order(cards, 0, None, allow_missing)
+        made = router_from_cards(ordered)
+        router_entry = RouterEntry(folder=ROUTER, model=type(made).__name__, reads_text=True)
     entries = [
         None
         if folder is None
@@ -119,6 +136,9 @@ def assemble(
             sources |= {f"{part}/{path.name}": path for path in paths if path.suffix in SUFFIXES}
     with _staged(Path(out)) as staged:
         files = {}
+        if made is not None:
+            made.save_pretrained(folder := staged / (ROUTER if place is None else CENTROIDS))
+            files = {f"{folder.name}/{name}": file_digest(folder / name, staged) for name in (CONFIG, WEIGHTS)}
         for name, path in sources.items():
             if os.path.lexists(path):
                 _place(path, staged / name)
@@ -271,22 +291,94 @@ def load_router(folder: Path) -> Router | CentroidRouter:
     return router
 
 
-def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path, allow_missing: bool) -> list[Path | None]:
-    """Returns the experts by their clusters, None where one is missing; the router at `place` knows `num`."""
+def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | CombinedRouter:
+    """Returns the router of a model."""
+    router = load_router(folder / entry.folder)
+    if entry.centroids is None:
+        return router
+    centroids = CentroidRouter.from_pretrained(folder / entry.centroids)
+    if router.config.num_experts > centroids.config.num_experts:
+        raise InputError(
+            f"{folder / entry.centroids} knows fewer experts than {entry.folder}: assemble the model again"
+        )
+    return CombinedRouter(router, centroids)
+
+
+class _Statistics(NamedTuple):
+    """What a router from centroids knows of an expert's cluster."""
+
+    num: int  # of images
+    mean: torch.Tensor
+    variance: float
+    text_mean: torch.Tensor
+    text_covariance: torch.Tensor
+
+
+def _statistics_of(folder: Path) -> _Statistics:
+    card = ExpertCard.read(folder)
+    prior = None if card.calibration is None else read_calibration(folder / CALIBRATION)[1]
+    num, variance = (0, None) if card.data is None else (card.data.pictures or 0, card.data.variance)
+    if prior is None or prior.covariance is None or num <= 0 or variance is None or variance < 0:
+        raise InputError(
+            f"{folder} does not carry the statistics of its cluster that a router needs: train it with this version of "
+            "atoll, or give a router that knows its cluster"
+        )
+    return _Statistics(num, prior.mean, variance, prior.centre, prior.covariance)
+
+
+def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
+    """Returns the router from centroids that experts carry the statistics of; None: one is missing, and gets nothing.
+
+    It is the one that `make_centroid_router` fits to the data of all, but for its image scale, which only they tell.
+    """
+    known = {folder: _statistics_of(folder) for folder in experts if folder is not None}
+    first, shown = next(iter(known)), next(iter(known.values()))
+    missing = _Statistics(
+        0, torch.zeros_like(shown.mean), 1.0, torch.zeros_like(shown.text_mean), shown.text_covariance
+    )
+    rows = [missing if folder is None else known[folder] for folder in experts]
+    counts = torch.tensor([row.num for row in rows], dtype=torch.float64)
+    covariances = torch.stack([row.text_covariance for row in rows]).double()
+    router = CentroidRouter.fit(
+        torch.stack([row.mean for row in rows]).double(),
+        torch.tensor([row.variance for row in rows], dtype=torch.float64),
+        counts,
+        torch.stack([row.text_mean for row in rows]).double(),
+        torch.einsum("k,kde->de", counts / counts.sum(), covariances),
+        image_scale=IMAGE_SCALE,
+    ).float()
+    card = ExpertCard.read(first)
+    router.card = {
+        "latent_space": card.latent_space.values(),
+        "text_encoder": card.text_encoder and card.text_encoder.values(),
+        "training": {"method": "the experts' cards"},
+    }
+    return router
+
+
+def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path | None, allow_missing: bool) -> list[Path | None]:
+    """Returns the experts by their clusters, None where one is missing; the router at `place`, if any, knows `num`.
+
+    More than these are experts whose cards say enough for them to join.
+    """
     by_cluster: dict[int, Path] = {}
     for folder, card in cards.items():
         cluster = 0 if card.cluster is None and num == 1 else card.cluster
-        if cluster is None or cluster not in range(num):
+        known = cluster is not None and 0 <= cluster < (num if card.calibration is None else MOST_EXPERTS)
+        if cluster is None or not known:
             what = "all of the data" if cluster is None else f"cluster {cluster}"
-            raise InputError(
-                f"{folder} is of {what}, but the router {place} knows the clusters 0 to {num - 1}: leave it out, or "
-                "give the router of its partition"
+            why = (
+                "cards tell of one cluster each"
+                if place is None
+                else f"the router {place} knows the clusters 0 to {num - 1}"
             )
+            raise InputError(f"{folder} is of {what}, but {why}: leave it out, or give the router of its partition")
         if cluster in by_cluster:
             raise InputError(
                 f"{by_cluster[cluster]} and {folder} are experts of the same cluster, {cluster}: give one of them"
             )
         by_cluster[cluster] = folder
+    num = max(num, *(cluster + 1 for cluster in by_cluster))
     missing = [str(k) for k in range(num) if k not in by_cluster]
     if missing and not allow_missing:
         raise InputError(f"there is no expert of cluster {', '.join(missing)}: give one, or --allow-missing")

@@ -30,6 +30,7 @@ from atoll.diffusion.solvers import OnStep, bounded_x0, ddim, get_solver, table_
 from atoll.diffusion.transfer import Conversion
 from atoll.errors import AwayError, InputError, NotFiniteError
 from atoll.networks.centroid_router import CentroidRouter
+from atoll.networks.combined_router import CombinedRouter, CombinedText
 from atoll.networks.dit import TextContext
 from atoll.networks.expert import Expert
 from atoll.networks.router import Router
@@ -39,6 +40,7 @@ from atoll.tensors import send
 
 Logits = Callable[[Tensor, Tensor, Any], Tensor]
 """A router as a function: (x, t, None) -> logits[B, K]."""
+AnyRouter = Router | CentroidRouter | CombinedRouter | Logits
 
 
 class Routed(NamedTuple):
@@ -82,7 +84,7 @@ class Ensemble:
     def __init__(
         self,
         experts: Sequence[VelocityExpert | None],
-        router: Router | CentroidRouter | Logits | None = None,
+        router: AnyRouter | None = None,
         max_resident: int | None = None,
     ) -> None:
         if max_resident is not None and max_resident < 1:
@@ -90,11 +92,12 @@ class Ensemble:
         self.experts, self.router, self.max_resident = tuple(experts), router, max_resident
         self._recent: list[VelocityExpert] = []  # those in memory, the least recently used first
         self.temperature = 1.0
-        if isinstance(router, Router | CentroidRouter):
+        if isinstance(router, Router | CentroidRouter | CombinedRouter):
             self.temperature = router.card.get("temperature", 1.0)
-            if router.config.num_experts != len(experts):
+            num = router.num_experts if isinstance(router, CombinedRouter) else router.config.num_experts
+            if num != len(experts):
                 raise InputError(
-                    f"the router knows {router.config.num_experts} experts, but there are {len(experts)}: "
+                    f"the router knows {num} experts, but there are {len(experts)}: "
                     "give None in the place of one that is missing"
                 )
         first = next((expert for expert in experts if expert is not None), None)
@@ -114,7 +117,7 @@ class Ensemble:
     def open(
         cls,
         folders: Sequence[str | Path | None],
-        router: Router | CentroidRouter | Logits | None = None,
+        router: AnyRouter | None = None,
         max_resident: int | None = None,
         elsewhere: Mapping[int, VelocityExpert] | None = None,
         **options: Any,
@@ -467,9 +470,12 @@ def _part(x: Tensor, t: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _router_text(
-    router: Router | CentroidRouter | Logits | None, device: torch.device
-) -> Callable[[Sequence[Tensor | None]], TextContext | Tensor | None]:
+    router: AnyRouter | None, device: torch.device
+) -> Callable[[Sequence[Tensor | None]], TextContext | Tensor | CombinedText | None]:
     """Returns what a router is given as the text of some samples: what they follow, not what they are guided from."""
+    if isinstance(router, CombinedRouter):
+        trained, centroids = (_router_text(part, device) for part in (router.trained, router.centroids))
+        return lambda texts: CombinedText(trained(texts), centroids(texts))  # type: ignore[arg-type]
     if not isinstance(router, Router | CentroidRouter) or router.config.text_dim is None:
         return lambda texts: None
     if isinstance(router, Router):

@@ -51,7 +51,7 @@ def model_card(folder: Path, index: ModelIndex, samples: bool = False) -> str:
         loss = held_out.get("loss") if isinstance(held_out, dict) else None
         cells = [part.folder, part.objective.name, data and data.name, part.cluster, data and data.pictures,
                  training.get("samples"), f"{loss:.4f}" if isinstance(loss, float) else None, card.license]  # fmt: skip
-        rows.append("| " + " | ".join("" if cell is None else _cell(cell) for cell in cells) + " |")
+        rows.append("| " + " | ".join("" if value is None else cell(value) for value in cells) + " |")
         datasets += [data.name] if data and data.name else []
         bases += [str(card.init["name"])] if card.init and "name" in card.init else []
     head = {
@@ -69,13 +69,13 @@ def model_card(folder: Path, index: ModelIndex, samples: bool = False) -> str:
         title="A decentralized diffusion model" if num > 1 else "A diffusion model",
         samples=f"\n![what it makes]({SAMPLES})\n" if samples else "",
         experts=f"{num} experts" if num > 1 else "one expert",
-        rows="\n".join(rows), side=space.shape[1] * space.codec.factor, codec=_cell(space.codec.spec),
-        text=_cell(index.text_encoder.spec), license=_cell(index.license), hash=index.hash,
+        rows="\n".join(rows), side=space.shape[1] * space.codec.factor, codec=cell(space.codec.spec),
+        text=cell(index.text_encoder.spec), license=cell(index.license), hash=index.hash,
     )  # fmt: skip
     return "\n".join(["---", *lines, "---", text])
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
     """A stranger's value as one cell of a table: no markup, no line breaks."""
     return printable(str(value), 200).translate({ord(mark): f"\\{mark}" for mark in "|`[]<>*_"})
 

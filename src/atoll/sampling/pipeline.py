@@ -31,7 +31,7 @@ from atoll.encoders.text import TextEncoder, load_text_encoder
 from atoll.errors import InputError, plural, unknown
 from atoll.networks.stored import DTYPES
 from atoll.plots.contact_sheet import draw_grid
-from atoll.sampling.assemble import copy_model, find_model, load_router, push_model
+from atoll.sampling.assemble import copy_model, find_model, open_router, push_model
 from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import POLICIES, Routing, get_routing, topk
@@ -139,9 +139,10 @@ class AtollPipeline:
         require_same(self.text_encoder.describe(), index.text_encoder, "text encoder", folder / TEXT, INDEX)
         self.router = None
         if index.router is not None:
-            path = folder / index.router.folder
-            self.router = load_router(path).float()
-            require_fit(path, RouterCard.read(path), index.latent_space, index.text_encoder, INDEX)
+            self.router = open_router(folder, index.router).float()
+            for name in filter(None, (index.router.folder, index.router.centroids)):
+                card = RouterCard.read(folder / name)
+                require_fit(folder / name, card, index.latent_space, index.text_encoder, INDEX)
         self.device, self.dtype = get_device(device), None if dtype is None else get_dtype(dtype)
         self._open_ensemble()
         self._interrupt = False

@@ -72,7 +72,6 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         about["warmup_steps"] = settings.warmup
 
         learner = Learner(task, settings, distributed)
-        width = task.network.config.hidden_size
         checkpoints = folder / "state"
         resumed = checkpoint.resume(checkpoints, learner.tensors())
         progress = resumed or Progress()
@@ -115,11 +114,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                 while progress.step < settings.steps and not stop:
                     start = time.perf_counter()
 
-                    # One update, or none if the loss or the gradient is not finite.
-                    lr = settings.lr_at(progress.step, width)
-                    losses = learner.backward(*batches.get(progress.step, progress.rollbacks))
-                    learner.update(lr, settings.ema_at(progress.step), skip=tally.count(losses))
-                    progress.step += 1
+                    lr = learner.advance(progress, batches, tally)
                     step, last = progress.step, progress.step == settings.steps
                     looks = on_cpu or last or any(step % every == 0 for every in settings.intervals)
                     bad_steps = tally.look(progress) if looks else 0
@@ -199,15 +194,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
             task.network = learner.gather_ema()
         if not is_main:
             return []
-        training = {
-            "settings": asdict(settings),
-            "steps": progress.step,
-            "samples": progress.updates * settings.batch,
-            "skipped": progress.skipped,
-            "rollbacks": progress.rollbacks,
-            "processes": distributed.size,
-            "parameters": sum(p.numel() for p in task.network.parameters() if p.requires_grad),
-        }
+        training = describe_training(settings, progress, task.network, distributed.size)
         with nullcontext() if is_sharded else learner.using_ema(), torch.no_grad():
             lines = task.finish(folder, training)
         checkpoint.write_run(folder, {**about, "complete": True, "steps_done": progress.step})
@@ -215,6 +202,19 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
             mirror.push(last=True)
         minutes, seconds = divmod(round(progress.seconds), 60)
         return [f"{folder}: {progress.step} steps in {minutes} min {seconds} s", *lines]
+
+
+def describe_training(settings: Settings, progress: Progress, network: nn.Module, processes: int) -> dict[str, Any]:
+    """Returns what a card says of the run that has made a network."""
+    return {
+        "settings": asdict(settings),
+        "steps": progress.step,
+        "samples": progress.updates * settings.batch,
+        "skipped": progress.skipped,
+        "rollbacks": progress.rollbacks,
+        "processes": processes,
+        "parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+    }
 
 
 def build_task(make_task: Callable[[torch.device], T], device: torch.device) -> T:
@@ -260,6 +260,14 @@ class Learner:
         network: Any = torch.compile(self.network, fullgraph=True, dynamic=False) if settings.compile else self.network
         self.wrapped = distributed.wrap(network)
         self.heap = Heap(settings.checkpointing or distributed.is_sharded, enabled=device.type == "cpu")
+
+    def advance(self, progress: Progress, batches: Batches, tally: Tally) -> float:
+        """Does one update, or none if the loss or the gradient is not finite; returns the learning rate."""
+        lr = self.settings.lr_at(progress.step, self.network.config.hidden_size)
+        losses = self.backward(*batches.get(progress.step, progress.rollbacks))
+        self.update(lr, self.settings.ema_at(progress.step), skip=tally.count(losses))
+        progress.step += 1
+        return lr
 
     def backward(self, batch: Batch, host: Batch) -> Tensor:
         """Computes gradients one micro-batch at a time; returns the mean loss and gradient norm over processes."""

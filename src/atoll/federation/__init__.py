@@ -1,0 +1,1 @@
+"""Strangers build one model through an object store."""

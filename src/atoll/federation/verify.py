@@ -1,0 +1,244 @@
+"""Verifying: judge what is pending, sign a verdict, and add a signature to the next metadata of its slot.
+
+STORE/verdicts/ID.SLOT.KEY.PRESENT.accept.json (or reject)  a signed verdict; PRESENT is the expert it was compared with
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from atoll.cards import Card, Count
+from atoll.errors import InputError, StoreError, printable
+from atoll.federation.create import data_folder
+from atoll.federation.credits import training_flops
+from atoll.federation.gate import Limits
+from atoll.federation.judge import Judgement, judge
+from atoll.federation.keys import Digest, Identity, Person, seal, unseal
+from atoll.federation.roles import Accepted, Federation
+from atoll.federation.submission import (
+    CHECKPOINTS,
+    MAX_MANIFEST,
+    Key,
+    Submission,
+    author_of,
+    check_license,
+    list_submissions,
+    read_submission,
+    summary,
+)
+from atoll.networks.stored import WEIGHTS
+from atoll.object_store import Store
+
+NONE = "0" * 16  # in the place of the present expert where there is none
+
+
+class OwnFaultError(InputError):
+    """What is wrong is with the verifier's own files."""
+
+
+class Verdict(Card):
+    """What a verifier has found."""
+
+    author: Person  # the verifier
+    submission: Digest
+    slot: Count
+    present: str  # the submission that it was compared with
+    accepted: bool
+    reason: str
+    figures: dict[str, Any]
+    about: dict[str, Any]  # what the signed metadata says of it, if it is accepted
+    judged: str  # a date
+
+
+class VerdictKey(NamedTuple):
+    """What the key of a verdict says. Anyone might have written it: only signatures count."""
+
+    submission: str
+    slot: int
+    verifier: str
+    present: str
+    accepted: bool
+
+    def __str__(self) -> str:
+        end = "accept" if self.accepted else "reject"
+        return f"verdicts/{self.submission}.{self.slot:04d}.{self.verifier}.{self.present}.{end}.json"
+
+
+def list_verdicts(store: Store) -> dict[Key, list[VerdictKey]]:
+    """Returns what the keys of all verdicts say, by submission."""
+    verdicts = defaultdict(list)
+    for key, _ in store.list("verdicts"):
+        parts = key.removeprefix("verdicts/").split(".")
+        if len(parts) == 6 and parts[1].isdecimal() and parts[4] in ("accept", "reject"):
+            name, slot = parts[0], int(parts[1])
+            verdicts[Key(name, slot)].append(VerdictKey(name, slot, parts[2], parts[3], parts[4] == "accept"))
+    return verdicts
+
+
+def read_verdict(federation: Federation, key: VerdictKey) -> Verdict:
+    """Returns a verdict, if a verifier has signed it."""
+    verdict = unseal(federation.store.get(str(key), MAX_MANIFEST), Verdict, str(key))
+    if verdict.author.key not in federation.verifiers:
+        raise InputError(f"{key} is signed by {verdict.author.name}, who is no verifier")
+    if (verdict.submission, verdict.slot, verdict.accepted) != (key.submission, key.slot, key.accepted):
+        raise InputError(f"{key} is not what its name says")
+    return verdict
+
+
+def verify(
+    federation: Federation, identity: Identity, *, limits: Limits | None = None, only: int | None = None
+) -> list[str]:
+    """Judges all submissions that this verifier has not judged; returns lines for the user. Rerun, it resumes."""
+    federation.renew(identity)
+    federation.require_verifier(identity)
+    lines = []
+    if num := federation.finish_proposals(identity):
+        lines.append(f"published what others had signed: {num}")
+    submissions = [key for key in list_submissions(federation.store) if only in (None, key.slot)]
+    verdicts = list_verdicts(federation.store)
+    present = federation.experts({key.slot for key in submissions})
+    pending = [key for key in submissions if is_pending(key, present.get(key.slot), verdicts[key], identity.key)]
+    for key in set(submissions) - set(pending):
+        lines += sign_again(federation, identity, key, present.get(key.slot), verdicts[key])
+    dated = []
+    for key in pending:
+        try:
+            dated.append((read_submission(federation, key).submitted, key))
+        except StoreError:
+            raise
+        except InputError:
+            dated.append(("", key))
+    for _, key in sorted(dated, key=lambda pair: (pair[0], str(pair[1]))):
+        lines += judge_one(federation, identity, key, limits)
+    if not pending:
+        lines.append(f"nothing is pending in {federation.place}")
+    next_line = (
+        f'atoll sample {federation.place} "a prompt"' if pending else f"atoll federation status {federation.place}"
+    )
+    return [*lines, f"next: {next_line}"]
+
+
+def is_pending(key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey], verifier: str) -> bool:
+    """Whether a verifier has still to judge a submission.
+
+    One that was accepted by comparison with another expert than the present one is judged again, unless it has or had
+    the slot.
+    """
+    own = [verdict for verdict in verdicts if verdict.verifier == verifier[:16]]
+    if present is not None and key.id in (present.submission, *present.previous):
+        return False
+    base = NONE if present is None else present.submission[:16]
+    return all(verdict.accepted and verdict.present != base for verdict in own)
+
+
+def sign_again(
+    federation: Federation, identity: Identity, key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey]
+) -> list[str]:
+    """Adds a signature for a submission that this verifier has accepted, should the metadata be another by now."""
+    if present is not None and key.id in (present.submission, *present.previous):
+        return []
+    own = [verdict for verdict in verdicts if verdict.verifier == identity.key[:16]]
+    if not own or not all(verdict.accepted for verdict in own):
+        return []
+    verdict = read_verdict(federation, own[-1])
+    return [accept(federation, identity, key, verdict.about)] if verdict.author.key == identity.key else []
+
+
+def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limits | None) -> list[str]:
+    """Judges a submission and signs what came of it."""
+    present = federation.expert(key.slot)
+    submission: Submission | None = None
+    about: dict[str, Any] = {}
+    try:
+        submission = read_submission(federation, key)
+        judgement, about = _judge(federation, key, submission, present, limits)
+    except (StoreError, OwnFaultError):
+        raise  # which says nothing of the submission
+    except InputError as error:
+        judgement = Judgement(accepted=False, reason=printable(str(error), 500), figures={})
+    base = NONE if present is None else present.submission[:16]
+    verdict = Verdict(
+        author=identity.person, submission=key.id, slot=key.slot, present=base, accepted=judgement.accepted,
+        reason=judgement.reason, figures=judgement.figures, about=about,
+        judged=datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+    name = VerdictKey(key.id, key.slot, identity.key[:16], base, judgement.accepted)
+    federation.store.put(str(name), seal(verdict, identity))
+    who = submission.author.name if submission is not None else "somebody"
+    word = "accepted" if judgement.accepted else "refused"
+    lines = [f"slot {key.slot}: submission {key.id[:12]} of {who} {word}: {judgement.reason}"]
+    if judgement.accepted and submission is not None:
+        lines.append(accept(federation, identity, key, about))
+    return lines
+
+
+def accept(federation: Federation, identity: Identity, key: Key | None, about: dict[str, Any], slot: int = -1) -> str:
+    """Signs that a submission has its slot, or that a slot has no expert; published if enough have signed."""
+    number = slot if key is None else key.slot
+    federation.refresh()
+    size = 0 if key is None else federation.store.head(str(key))[0]
+    metadata = federation.next_bin(number, None if key is None else (key.id, size), about)
+    num, published = federation.sign_bin(identity, number, metadata)
+    if published:
+        return f"slot {number}: signed by {num} of {federation.num_verdicts} verifiers and published"
+    if num >= federation.num_verdicts:
+        return f"slot {number}: another submission came first, this one is judged again the next time"
+    return f"slot {number}: signed by {num} of the {federation.num_verdicts} verifiers that are needed"
+
+
+def _judge(
+    federation: Federation, key: Key, submission: Submission, present: Accepted | None, limits: Limits | None
+) -> tuple[Judgement, dict[str, Any]]:
+    slot = federation.slot(key.slot)
+    check_license(federation.charter, slot.license, submission.license)
+    if slot.author is not None and slot.author.key != submission.author.key:
+        raise InputError(f"slot {slot.number} is of {slot.author.name}'s own images: only they can train for it")
+    author = author_of(federation.store, submission.files[WEIGHTS].sha256)
+    if author is not None and author.key != submission.author.key:
+        raise InputError(f"the weights are a copy: {author.name} ({author.key[:8]}) was the first to sign for them")
+    with TemporaryDirectory(prefix="atoll-") as place:
+        folder = download_expert(federation, submission, Path(place) / "submission", checkpoints=True)
+        unseen = slot.is_private  # then any other slot says what latents and texts are
+        data = data_folder(federation, federation.charter.slots[0] if unseen else slot)
+        before, others = None, []
+        if present is not None:
+            other = read_submission(federation, Key(present.submission, key.slot))
+            before = download_expert(federation, other, Path(place) / "the present expert")
+            others = [before] if other.author.key != submission.author.key else []
+        try:
+            judgement = judge(
+                folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, others=others,
+                limits=limits, private=submission.private, like=0 if unseen else None,
+            )  # fmt: skip
+        except InputError as error:
+            raise OwnFaultError(str(error)) from error
+        about = summary(submission, flops=int(training_flops(folder))) if judgement.accepted else {}
+    return judgement, about
+
+
+def download_expert(federation: Federation, submission: Submission, folder: Path, checkpoints: bool = False) -> Path:
+    """Downloads the files of a submission, each checked against its length and SHA-256."""
+    files = {name: blob for name, blob in submission.files.items() if checkpoints or not name.startswith(CHECKPOINTS)}
+    federation.fetch_files(files, folder, f"download expert {submission.slot}")
+    return folder
+
+
+def roll_back(federation: Federation, identity: Identity, slot: int, to: str | None = None) -> str:
+    """Gives a slot back to the expert before the present one, to one of a given id, or with `none` to nobody."""
+    federation.renew(identity)
+    federation.require_verifier(identity)
+    federation.slot(slot)
+    present = federation.expert(slot)
+    if to == "none" and present is not None:
+        return accept(federation, identity, None, {}, slot)
+    before = () if present is None else present.previous
+    known = before[:1] if to is None else [key.id for key in list_submissions(federation.store) if key.slot == slot]
+    matches = [name for name in known if name.startswith(to or "")]
+    if len(matches) != 1:
+        names = ", ".join(name[:12] for name in before) or "none"
+        raise InputError(f"there is no one submission to roll slot {slot} back to: before were {names}")
+    key = Key(matches[0], slot)
+    return accept(federation, identity, key, summary(read_submission(federation, key)))

@@ -1,0 +1,202 @@
+"""The federation on a real S3 server, by processes that share nothing but the store: faults, races and kills."""
+
+import multiprocessing
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atoll.cards import ModelIndex
+from atoll.errors import InputError
+from atoll.federation.keys import Identity
+from atoll.federation.lease import Lease, claim
+from atoll.federation.registry import build_model
+from atoll.federation.roles import Federation
+from atoll.federation.submission import Key, read_submission
+from atoll.object_store import open_store
+from federations import TRAINING, World, environment, make_data
+from object_stores import BUCKET, FaultyProxy, seaweedfs
+
+pytest.importorskip("tuf")
+pytestmark = pytest.mark.slow
+GATE = ["segment_steps=2", "segments=1", "held_out=8", "levels=2", "baseline_margin=100", "present_margin=100",
+        "copy_distance=0"]  # fmt: skip
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TRAINING.items()]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("federation") / "data")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with seaweedfs(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+def atoll(home: Path, name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "atoll", *arguments], env=environment(home, name), capture_output=True, text=True,
+        check=True, timeout=600, **options,
+    )  # fmt: skip
+
+
+def start(home: Path, name: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "atoll", *arguments], env=environment(home, name), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, data, tmp_path, monkeypatch, report):
+    """Contributors at the same time, two verifiers, one request in five goes wrong: all ends, and is whole."""
+    url = f"s3://{BUCKET}/faulty"
+    with FaultyProxy(server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        keys = []
+        with World(url, tmp_path, data).person("walt") as walt:
+            keys.append(f"{walt.key}=walt")
+        with World(url, tmp_path, data).person("anna") as anna:
+            keys.append(f"{anna.key}=anna")
+        out = atoll(tmp_path, "anna", "federation", "create", url, "--data", str(data), "--gate", *GATE,
+                    "--verifier", *keys, "--verdicts", "2", *FLAGS)  # fmt: skip
+        root = re.search("root: ([0-9a-f ]+)", out.stdout)[1].strip()
+        for name in ("ben", "carla"):
+            atoll(tmp_path, name, "federation", "join", url, "--name", name, "--root", root)
+        ben = start(tmp_path, "ben", "federation", "train", url)
+        carla = start(tmp_path, "carla", "federation", "train", url, "--objective", "ddpm")
+        for process in (ben, carla):
+            output, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, output
+            assert "submitted" in output
+        for name in ("anna", "walt"):
+            atoll(tmp_path, name, "federation", "verify", url)
+        assert "2 accepted" in atoll(tmp_path, "eve", "federation", "status", url).stdout
+        atoll(tmp_path, "eve", "sample", url, "a red square", "--steps", "2", "--out", str(tmp_path / "samples"))
+    assert (tmp_path / "samples" / "grid.png").exists()
+    assert sum(proxy.faults.values()) - proxy.faults["none"] > 20
+    report(f"federation walk through a faulty proxy: {dict(proxy.faults)}")
+
+
+def test_own_images_open_a_slot_and_are_judged_by_what_can_be(data, tmp_path):
+    """An expert of images that nobody else has joins the others; its author alone can train for its slot."""
+    world = World(f"file://{tmp_path / 'store'}", tmp_path / "people", data)
+    world.create()
+    world.train("ben", slot=0)
+    mine = make_data(tmp_path / "mine", num=24, clusters=0, kind="digits", seed=5)
+    world.run("carla", "join", world.url, "--data", str(mine), "--new-slot")
+    world.train("carla")
+    with pytest.raises(InputError, match="carla's own images"):
+        world.train("dora", slot=2)
+    lines = " ".join(world.verify("anna"))
+    assert "its files and card, and nothing else, agree" in lines
+    with world.person("eve"):
+        model = build_model(Federation.open(world.url))
+    index = ModelIndex.read(model)
+    assert index.objectives == ("fm", None, "fm")
+    assert index.router is not None
+
+
+def contend(url, folder, i, num_rounds, num_slots, barrier, results):
+    """One of the processes that claim slots."""
+    import os
+
+    os.environ["ATOLL_HOME"] = f"{folder}/{i}"
+    identity = Identity.load_or_make(f"p{i}")
+    for round_ in range(num_rounds):
+        store = open_store(f"{url}/round{round_}")
+        barrier.wait()
+        won = []
+        for slot in range(num_slots):
+            if held := claim(store, [slot], identity, lambda _: "run", 10, 600, Path(folder, str(i), str(round_))):
+                won.append((round_, slot, held.lease.nonce))
+        results.put(won)
+
+
+@pytest.mark.parametrize("where", ["s3", "folder"])
+def test_fifty_processes_claim_eight_slots_twenty_times(server, tmp_path, where):
+    num, rounds, slots = 50, 20, 8
+    url = f"s3://{BUCKET}/races" if where == "s3" else f"file://{tmp_path / 'races'}"
+    context = multiprocessing.get_context("forkserver")  # which imports once, before any of them uses a store
+    context.set_forkserver_preload(["atoll.federation.lease"])
+    barrier, results = context.Barrier(num), context.Queue()
+    processes = [
+        context.Process(target=contend, args=(url, str(tmp_path), i, rounds, slots, barrier, results))
+        for i in range(num)
+    ]
+    for process in processes:
+        process.start()
+    won = [holding for _ in range(num * rounds) for holding in results.get(timeout=300)]
+    for process in processes:
+        process.join()
+    assert sorted((round_, slot) for round_, slot, _ in won) == [(r, s) for r in range(rounds) for s in range(slots)]
+    for round_, slot, nonce in won[:: len(won) // 20]:
+        assert Lease.read(open_store(f"{url}/round{round_}"), slot)[0].nonce == nonce
+
+
+def test_killed_at_any_moment_the_same_bits_are_accepted(server, data, tmp_path, report):
+    """kill -9 of founder, contributor and verifier at random moments, each rerun until it ends."""
+    chance = random.Random(1)
+    accepted = {}
+    for name, kills in (("undisturbed", 0), ("killed", 10)):
+        url, home = f"s3://{BUCKET}/{name}", tmp_path / name
+        commands = {
+            "anna": [
+                "federation",
+                "create",
+                url,
+                "--data",
+                str(data),
+                "--gate",
+                *GATE,
+                "--lease-minutes",
+                "0.1",
+                *FLAGS,
+            ],
+            "ben": ["federation", "train", url, "--slot", "0"],
+            "anna ": ["federation", "verify", url],
+        }
+        with World(url, home, data).person("anna"), World(url, home, data).person("ben"):
+            pass
+        for who, command in commands.items():
+            for _ in range(kills):
+                process = start(home, who.strip(), *command)
+                try:
+                    process.wait(chance.uniform(2, 12))
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGKILL)
+                process.communicate()
+            atoll(home, who.strip(), *command)
+        federation = World(url, home, data).open("eve")
+        entry = federation.expert(0)
+        with World(url, home, data).person("eve"):
+            files = read_submission(federation, Key(entry.submission, 0)).files
+        accepted[name] = files["model.safetensors"].sha256, files["calibration.safetensors"].sha256
+        assert not federation.revoked
+    assert accepted["killed"] == accepted["undisturbed"]
+
+
+def test_a_lease_is_not_stuck_longer_than_its_time(server, data, tmp_path):
+    url = f"s3://{BUCKET}/stuck"
+    world = World(url, tmp_path, data)
+    world.create(lease=6)
+    with world.person("ben"):
+        pass
+    process = start(tmp_path, "ben", "federation", "train", url, "--slot", "0", "--steps", "100000")
+    store = open_store(url)
+    deadline = time.monotonic() + 240
+    while Lease.read(store, 0)[0] is None and time.monotonic() < deadline:
+        time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with world.person("carla") as carla:
+        Federation.open(url)
+        assert claim(store, [0], carla, lambda _: "run", 1, 6, tmp_path / "memory") is None
+        time.sleep(8)
+        assert claim(store, [0], carla, lambda _: "run", 1, 6, tmp_path / "memory") is not None
