@@ -3,6 +3,7 @@
     atoll fetch cifar-10 --num 5000 --out images
     python benchmarks/codec.py images/cifar-10.tar --size 32
     python benchmarks/codec.py photos --size 64 --numbers 24
+    python benchmarks/codec.py photos --size 128 --plain
 
 Fits to four fifths of the images, and measures on the others: PSNR, and the seam ratio, the mean absolute difference of
 pixels across borders of patches over that elsewhere, for latents without noise and with noise of 0.25 and 0.5. All have
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--num", type=int, default=2560)
     parser.add_argument("--numbers", type=int, help="per patch; as many as pca chooses by default")
+    parser.add_argument("--plain", action="store_true", help="only those without a network, which take seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
     images = load(args.images, args.size, args.num)
@@ -62,7 +64,8 @@ def main() -> None:
     pca = PatchPCA.fit(sample, None, args.numbers)
     numbers = f"{pca.factor}x{pca.channels}"
     print(f"{'noise':28}" + " | ".join(f"{level:<14}" for level in LEVELS))
-    for spec in (*(f"pca:{numbers}{options}" for options in OPTIONS), f"conv:{numbers}"):
+    specs = [f"pca:{numbers}{options}" for options in OPTIONS if "plain" in options or not args.plain]
+    for spec in specs if args.plain else (*specs, f"conv:{numbers}"):
         start = time.process_time()
         codec = make_codec(spec, sample=sample)
         seconds = time.process_time() - start

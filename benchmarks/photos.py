@@ -6,9 +6,11 @@
     python benchmarks/photos.py images/cifar-10.tar laptop=old photos=new --seconds 150 --seeds 3 --out run
 
 Trains a monolith of each KIND on its DATA for as many steps as take SECONDS of one core, and makes images of captions
-with guidance 2. KD is the kernel distance on EfficientNet features to the photographs themselves, at the data's size;
-*label* is the share of images in which a linear classifier of these features, fitted to the photographs, sees the
-prompt's label; the seam ratio is that of benchmarks/codec.py. RUN/KIND-SEED.png has the first 48 images, uncurated.
+with guidance 2. Steps are timed in turns, so that a busy machine slows all kinds alike, and printed; KIND=DATA@STEPS
+gives them, so that seeds can be trained side by side (--first-seed) for as long.
+KD is the kernel distance on EfficientNet features to the photographs themselves, at the data's size; *label* is the
+share of images in which a linear classifier of these features, fitted to the photographs, sees the prompt's label; the
+seam ratio is that of benchmarks/codec.py. RUN/KIND-SEED.png has the first 48 images, uncurated.
 A kind whose model is in RUN already is measured, not trained again.
 """
 
@@ -18,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -83,46 +87,59 @@ def read_reference(place: str, size: int, network: Features) -> Reference:
     return Reference(features, labels, Reader.fit(features, labels), right)
 
 
-def steps_in(seconds: float, data: Path, settings: ExpertSettings) -> int:
-    """Returns how many updates take so much time of one core, by a few of them."""
+def timed(data: Path, settings: ExpertSettings) -> Iterator[float]:
+    """Yields the seconds of one core that update after update takes."""
     task, distributed = ExpertTask(Dataset.open(data), settings, torch.device("cpu")), Distributed(settings)
-    learner, times = Learner(task, settings, distributed), []
-    batches = Batches(task, settings.batch, 0, distributed.share, distributed.device)
-    for step in range(12):
-        start = time.process_time()
-        learner.backward(*batches.get(step))
-        learner.update(1e-3, 0.9)
-        times.append(time.process_time() - start)
-    batches.close()
-    return max(20, round(seconds / float(np.median(times[2:]))))
+    learner = Learner(task, settings, distributed)
+    with closing(Batches(task, settings.batch, 0, distributed.share, distributed.device)) as batches:
+        for step in range(LONG):
+            start = time.process_time()
+            learner.backward(*batches.get(step))
+            learner.update(1e-3, 0.9)
+            yield time.process_time() - start
+
+
+def steps_in(seconds: float, kinds: Mapping[str, Path]) -> dict[str, int]:
+    """Returns how many updates of each kind take so much time of one core, by a few of them in turns."""
+    runs = [timed(data, of_benchmark(kind, 0)) for kind, data in kinds.items()]
+    rounds = np.array([[next(run) for run in runs] for _ in range(14)])
+    return {
+        kind: max(20, round(seconds / median)) for kind, median in zip(kinds, np.median(rounds[2:], 0), strict=True)
+    }
+
+
+def of_benchmark(kind: str, seed: int) -> ExpertSettings:
+    return replace(KINDS[kind], seed=seed, save_every=LONG, eval_every=LONG, sample_every=0, device="cpu")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="the photographs, as for atoll prepare")
-    parser.add_argument("kinds", nargs="+", metavar="KIND=DATA", help=f"KIND is one of {', '.join(KINDS)}")
+    parser.add_argument("kinds", nargs="+", metavar="KIND=DATA[@STEPS]", help=f"KIND is one of {', '.join(KINDS)}")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=240, help="images per model")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    pairs = [(kind, Path(data)) for kind, _, data in (pair.partition("=") for pair in args.kinds)]
+    given = [(kind, *rest.partition("@")[::2]) for kind, _, rest in (kind.partition("=") for kind in args.kinds)]
+    pairs = [(kind, Path(data)) for kind, data, _ in given]
     if wrong := [kind for kind, _ in pairs if kind not in KINDS]:
         parser.error(f"{wrong[0]} is none of {', '.join(KINDS)}")
+    steps = {kind: int(steps) for kind, _, steps in given if steps}
+    steps |= steps_in(args.seconds, {kind: data for kind, data in pairs if kind not in steps})
+    print(f"steps: {steps}", flush=True)
     network = make_features("efficientnet:96")
     first = Dataset.open(pairs[0][1])
     reference = read_reference(args.source, load_codec(first.folder).factor * first.card.latent_shape[1], network)
     print(f"labels read of {len(reference.labels)} photographs: {reference.share_read:.3f}")
-    steps: dict[str, int] = {}
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for kind, path in pairs:
             data = Dataset.open(path)
-            settings = replace(KINDS[kind], seed=seed, save_every=LONG, eval_every=LONG, sample_every=0, device="cpu")
             folder, model = args.out / f"{kind}-{seed}", args.out / f"{kind}-{seed}-model"
             if not model.exists():
-                steps[kind] = steps.get(kind) or steps_in(args.seconds, path, settings)
-                train_expert(path, None, replace(settings, steps=steps[kind]), folder, progress=False)
+                train_expert(path, None, replace(of_benchmark(kind, seed), steps=steps[kind]), folder, progress=False)
                 assemble([folder], None, model, path)
             rows = np.random.default_rng(0).permutation(len(data))[: args.num]
             captions, labels = data.strings("caption", rows), data.strings("label", rows)

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from atoll.data.builtin.avatars import attributes_of, is_heldout
 from atoll.data.shards import Dataset
 from atoll.errors import InputError
+from atoll.experiments import demo
 from atoll.experiments.cache import Snapshot
 from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Judge, Stages, run_demo
 
@@ -133,6 +134,18 @@ class TestDemo:
         assert [line.endswith("done before") for line in told.splitlines()[: len(STAGES)]] == [True] * len(STAGES)
         assert results_of(out) == before
         assert len((out / "report.html").read_bytes()) == pytest.approx(len(content), abs=100)  # its own time is new
+
+    @pytest.mark.slow
+    def test_images_drawn_by_several_processes(self, first, monkeypatch):
+        """As those of one, in their order."""
+        prompts = ([f"a {kind}" for kind in ("robot", "ghost", "cat", "owl", "frog")], ["a bear", "a blue bear"])
+        alone, _ = demo._draw_all(first[0] / "model", prompts)
+        monkeypatch.setattr(demo, "BATCH", 2)
+        together, seconds = demo._draw_all(first[0] / "model", prompts)
+        assert [len(images) for images in together] == [5, 2]
+        assert seconds > 0
+        for ours, theirs in zip(together, alone, strict=True):
+            assert np.abs(ours.astype(int) - theirs).max() <= 1, "a batch may round otherwise"
 
     @pytest.mark.slow
     def test_goes_on_after_kill_9(self, first, tmp_path):

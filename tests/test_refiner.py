@@ -123,6 +123,21 @@ class TestRefiner:
             PatchPCA.fit(images, 8, 12, refine=True)
         assert steps == [4, 16, 600]
 
+    def test_long(self, monkeypatch, tmp_path):
+        """Fitted for longer, in other weights; the latents are the same."""
+        monkeypatch.setattr(refiner, "STEPS", 2)
+        monkeypatch.setattr(refiner, "LONG_STEPS", 5)
+        images = pictures(40, 16)
+        usual, long = (make_codec(f"pca:4x12{option}", sample=images) for option in ("", ":long"))
+        assert (usual.spec, long.spec) == ("pca:4x12", "pca:4x12:long")
+        ours, theirs = long.describe(), usual.describe()
+        assert ours.fingerprint == theirs.fingerprint
+        assert ours.images != theirs.images
+        long.save(tmp_path)
+        assert load_codec(tmp_path).describe() == ours
+        with pytest.raises(InputError, match="leave :plain or :long out"):
+            make_codec("pca:4x12:plain:long", sample=images)
+
     def test_of_old_data_sets(self):
         codec, card = load_codec(OLD), DatasetCard.read(OLD).codec
         assert codec.describe().fingerprint == card.fingerprint

@@ -15,9 +15,9 @@ class PrepareSettings:
     """Images are scaled and cropped to SIZE x SIZE pixels."""
     codec: str = "pca"
     """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), pca:lapped (patches overlap: for photographs),
-    pca:plain (decoded without a network against grain and seams), conv or conv:8x24 (8x8 patches as 24 numbers, learned
-    in about 3 minutes: for photographs of 64 to 128 pixels), vae:HUB_ID_OR_FOLDER, or saved:DATA for that of another
-    data set."""
+    pca:plain (decoded without a network against grain and seams), pca:long (with one that is fitted for longer), conv
+    or conv:8x24 (8x8 patches as 24 numbers, learned in about 3 minutes: for photographs of 64 to 128 pixels),
+    vae:HUB_ID_OR_FOLDER, or saved:DATA for that of another data set."""
     text: str = "words"
     """words (hashed), wordllama (with meaning), or clip:HUB_ID_OR_FOLDER."""
     features: str = "simple"

@@ -17,8 +17,8 @@ from atoll.networks.stored import Stored
 
 FITTED = ("pca", "conv")  # to images of the data
 SPECS = (
-    "pixels", "pca", "pca:PATCHxNUMBERS[:lapped][:plain]", "conv", "conv:PATCHxCHANNELS", "vae:HUB_ID_OR_FOLDER",
-    "saved:DATA",
+    "pixels", "pca", "pca:PATCHxNUMBERS[:lapped][:plain or :long]", "conv", "conv:PATCHxCHANNELS",
+    "vae:HUB_ID_OR_FOLDER", "saved:DATA",
 )  # fmt: skip
 
 
@@ -50,8 +50,10 @@ def _fit_codec(spec: str, sample: Tensor, progress: bool) -> Codec:
     options = [words.pop() for _ in range(2) if words[-1] in OPTIONS]
     example = "pca:8x40 for 8 x 8 patches as 40 numbers, or pca:8x40:lapped:plain with its options"
     patch_size, num = two_numbers(":".join(words), example) or (None, None)
-    lapped, refine = "lapped" in options, "plain" not in options
-    return PatchPCA.fit(sample, patch_size, num, lapped=lapped, refine=refine, progress=progress)
+    if {"plain", "long"} <= set(options):
+        raise InputError(f"{spec} has no refiner that could be fitted for longer: leave :plain or :long out")
+    lapped, refine, long = "lapped" in options, "plain" not in options, "long" in options
+    return PatchPCA.fit(sample, patch_size, num, lapped=lapped, refine=refine, long=long, progress=progress)
 
 
 def needs_sample(spec: str) -> bool:

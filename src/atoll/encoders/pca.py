@@ -15,7 +15,7 @@ from atoll.networks.stored import Stored
 
 MAX_COMPONENTS, EXPLAINED = 48, 0.99
 MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no image needs them
-OPTIONS = ("lapped", "plain")  # patches that overlap; without a refiner
+OPTIONS = ("lapped", "plain", "long")  # patches that overlap; without a refiner; with one that is fitted for longer
 MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
 
 
@@ -30,6 +30,7 @@ class PCAConfig:
     refiner_width: int = 0  # 0: it has none
     refiner_blocks: int = 0
     refiner_noise: float = 0.0  # that it was fitted to
+    refiner_long: bool = False  # fitted for longer than by default
 
     def __post_init__(self) -> None:
         if not 1 <= self.patch_size <= MAX_PATCH or not 1 <= self.num_components <= 3 * self.patch_size**2:
@@ -66,7 +67,7 @@ class PatchPCA(Codec, Stored):
         super().__init__()
         self.config = config
         self.channels, self.factor = config.num_components, config.patch_size
-        options = ":lapped" * config.lapped + ":plain" * (config.refiner_width == 0)
+        options = ":lapped" * config.lapped + ":plain" * (config.refiner_width == 0) + ":long" * config.refiner_long
         self.spec = f"pca:{self.factor}x{self.channels}{options}"
         width = 3 * config.patch_size**2
         self.register_buffer("mean", torch.zeros(width))
@@ -88,6 +89,7 @@ class PatchPCA(Codec, Stored):
         *,
         lapped: bool = False,
         refine: bool = False,
+        long: bool = False,
         progress: bool = False,
     ) -> Self:
         """Fits to images[B, 3, S, S]; the same images give the same bytes. None: as many numbers as are useful."""
@@ -112,11 +114,12 @@ class PatchPCA(Codec, Stored):
         if lapped:
             codec.lap.copy_(lap)
         if refine:
-            refiner = fit_refiner(images, codec.encode(images), codec._decode, patch_size, progress=progress)
+            refiner = fit_refiner(images, codec.encode(images), codec._decode, patch_size, long, progress=progress)
             weights = {f"refiner.{name}": tensor for name, tensor in refiner.state_dict().items()}
             weights |= codec.state_dict()
             with torch.device("meta"):
-                codec = cls(replace(config, refiner_width=WIDTH, refiner_blocks=BLOCKS, refiner_noise=NOISE))
+                about = {"width": WIDTH, "blocks": BLOCKS, "noise": NOISE, "long": long}
+                codec = cls(replace(config, **{f"refiner_{name}": value for name, value in about.items()}))
             codec.load_state_dict(weights, assign=True)
         return codec.eval()
 

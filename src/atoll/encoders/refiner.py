@@ -18,7 +18,8 @@ from tqdm import trange
 NOISE = 0.5
 WIDTH, BLOCKS = 32, 3
 FINE = 12, 16  # channels at full resolution, before and after the convolution that sees the image again
-STEPS, BATCH, RATE, WARM_UP = 900, 16, 3e-3, 20
+STEPS, LONG_STEPS = 900, 3200
+BATCH, RATE, WARM_UP = 16, 3e-3, 20
 MAX_VISITS = 16  # of each pixel of the sample, on average; so few images take few steps
 CELLS = 16  # a side, that a step computes of each image at most: time does not grow with images
 MAX_WIDTH, MAX_BLOCKS = 256, 32
@@ -80,8 +81,8 @@ def stride_of(patch: int) -> int:
 
 
 def fit_refiner(
-    images: Tensor, latents: Tensor, decode: Callable[[Tensor], Tensor], patch: int, seed: int = 0,
-    progress: bool = False,
+    images: Tensor, latents: Tensor, decode: Callable[[Tensor], Tensor], patch: int, long: bool = False,
+    seed: int = 0, progress: bool = False,
 ) -> Refiner:  # fmt: skip
     """Fits to images[N, 3, S, S] and their latents, by the squared error; the same ones and `seed` give the same bytes.
 
@@ -95,7 +96,7 @@ def fit_refiner(
     grid = latents.shape[2]
     most = max(2, CELLS * network.stride // patch)  # patches a side of a crop
     crop = min(grid, most)
-    steps = min(STEPS, math.ceil(MAX_VISITS * len(images) * (grid / crop) ** 2 / BATCH))
+    steps = min(LONG_STEPS if long else STEPS, math.ceil(MAX_VISITS * len(images) * (grid / crop) ** 2 / BATCH))
     optimizer = torch.optim.Adam(network.parameters(), RATE, betas=(0.9, 0.99))
     for step in trange(steps, desc="fit decoder", unit=" steps", disable=not progress, leave=False):
         optimizer.param_groups[0]["lr"] = rate_at(step, steps, RATE, WARM_UP)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -366,15 +366,12 @@ class Judge:
         return self._measure(images[: len(self.seen)], images[len(self.seen) :])
 
     def judge(self, model: Path, key: Mapping[str, str]) -> Snapshot:
-        pipe = AtollPipeline(model)
-        start = time.perf_counter()
-        seen = _draw(pipe, self.seen, 0)
-        seconds = time.perf_counter() - start
-        heldout, varied = _draw(pipe, self.heldout, 10_000), _draw(pipe, self.repeated, 20_000)
+        drawn, seconds = _draw_all(model, (self.seen, self.heldout, self.repeated))
+        seen, heldout, varied = drawn
         figures, right_heldout = self._measure(seen, varied), are_right(heldout, self.heldout)
         with counting() as total:
             counted = self.seen[:COUNTED]
-            pipe(counted, seed=list(range(len(counted))), output_type="latent", progress=False)
+            AtollPipeline(model)(counted, seed=list(range(len(counted))), output_type="latent", progress=False)
             flops = total() / len(counted)
         results = {
             **figures,
@@ -386,7 +383,7 @@ class Judge:
             "diversity": figures["diversity"] / self.real["diversity"],
             "real": {**self.real, "diversity": 1.0},
             "flops_an_image": flops,
-            "seconds_an_image": round(seconds / len(seen), 4),
+            "seconds_an_image": round(seconds / sum(map(len, drawn)), 4),
         }
         about = {"figures": results, "heldout": self.heldout, "heldout_right": right_heldout}
         return Snapshot(key, about, {"seen": seen, "heldout": heldout})
@@ -401,6 +398,28 @@ class Judge:
             "frechet": frechet_distance(self.reference, Moments.of(vectors)),
             "diversity": float(np.mean([np.linalg.norm(groups[:, a] - groups[:, b], axis=1).mean() for a, b in pairs])),
         }
+
+
+def _draw_all(model: Path, prompts: Sequence[Sequence[str]]) -> tuple[list[Images], float]:
+    """Draws lists of prompts on all cores, with seeds from 0, 10,000 and so on; returns the seconds of a core, too."""
+    parts = [
+        (captions[first : first + BATCH], 10_000 * number + first)
+        for number, captions in enumerate(prompts)
+        for first in range(0, len(captions), BATCH)
+    ]
+    draw, is_much = partial(_draw_part, model), len(parts) > len(prompts)
+    drawn = list(Local("cpu").map(draw, parts) if is_much else map(draw, parts))  # processes take seconds to start
+    images = np.concatenate([images for images, _ in drawn])
+    ends = np.cumsum([len(captions) for captions in prompts])
+    return np.split(images, ends[:-1]), sum(seconds for _, seconds in drawn)
+
+
+def _draw_part(model: Path, part: tuple[Sequence[str], int]) -> tuple[Images, float]:
+    start = time.perf_counter()
+    return _draw(_opened(model), *part), time.perf_counter() - start
+
+
+_opened = lru_cache(1)(AtollPipeline)
 
 
 def _draw(pipe: AtollPipeline, captions: Sequence[str], first_seed: int) -> Images:
