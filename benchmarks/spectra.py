@@ -1,11 +1,11 @@
-"""Where do conversions of a DDPM expert differ? Power by spatial frequency of what each makes, beside real images.
+"""Which conversion of DDPM experts is best, and why do metrics disagree? Images of `atoll reproduce table3`, looked at.
 
-    python benchmarks/spectra.py OUT/seed_0/models/cluster-ddpm-pretrained OUT/data/kmeans_4 --cluster 0 \\
-      --originals OUT/pictures/fashion-mnist.tar --out spectra [--against OUT/seed_0/models/cluster-fm-pretrained]
+    atoll reproduce table3 --data fashion-mnist --pretrain mnist --out fashion
+    python benchmarks/spectra.py fashion --out spectra
 
 Rings of the Fourier transform of grey images less their mean, over those of held-out originals: above 1 is too much
-power (grain), below 1 too little (smooth). Beside them: kernel and Frechet distance on both kinds of features, also
-after a blur of one pixel, which takes grain away and leaves the rest, and the spread of the images' mean brightness.
+power (grain), below 1 too little (smooth). Beside them: Frechet and kernel distance, also after a blur of one pixel of
+samples and reference alike, which takes hard edges away and leaves the rest. Mean and deviation over training seeds.
 """
 
 import os
@@ -19,27 +19,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atoll.encoders.features import make_features
-from atoll.experiments.evaluate import Contender, Evaluation
+from atoll.experiments.evaluate import REAL, Contender, Evaluation
 from atoll.experiments.images import tensor_of
-from atoll.experiments.settings import MetricSettings
+from atoll.experiments.studies import Lab, Recipe, get_studies
 from atoll.metrics.frechet import Moments, frechet_distance
 from atoll.metrics.kernel import kernel_distance
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
-from atoll.sampling.settings import Sampling
 
-CONVERSIONS = ("calibrated", "exact", "paper", "paper-damped")
-NETWORKS = ("simple", "efficientnet:96")
+SHOWN = ("FM", "DDPM to FM")  # rows whose names begin so
+HEADS = ("FD", "KD", "FD, blurred", "KD, blurred")
+PIXELS, FEATURES = "simple", "efficientnet:96"  # of FD, and of KD
 
 
 def power(images: NDArray[np.uint8], rings: int = 8) -> NDArray[np.float64]:
-    """The mean power of each ring of frequencies, the lowest first."""
+    """Returns the mean power of each ring of frequencies, the lowest first."""
     grey = images.mean(3) / 255
     spectrum = np.abs(np.fft.fft2(grey - grey.mean((1, 2), keepdims=True))) ** 2
     f = np.fft.fftfreq(grey.shape[1])
-    radius = np.hypot(f[:, None], f[None])
-    ring = np.minimum((radius / 0.5 * rings).astype(int), rings)
+    ring = np.minimum((np.hypot(f[:, None], f[None]) / 0.5 * rings).astype(int), rings)
     return np.array([spectrum[:, ring == k].mean() for k in range(rings)])
 
 
@@ -53,46 +51,47 @@ def blurred(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--against", type=Path, help="a flow-matching model of the same data")
-    parser.add_argument("--cluster", type=int)
-    parser.add_argument("--originals")
-    parser.add_argument("--num", type=int, default=150)
-    parser.add_argument("--guidance", type=float, default=1.6)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("folder", type=Path, help="the --out of `atoll reproduce`")
+    parser.add_argument("--study", default="table3")
+    parser.add_argument("--recipe", default="reproduce")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    settings = MetricSettings(num=given.num, features=("simple",), metrics=("frechet",), reference_split="held_out",
-                              originals=given.originals, split="held_out")  # fmt: skip
-    evaluation = Evaluation(given.data, given.out, settings, cluster=given.cluster, progress=False)
-    how = Sampling(guidance=given.guidance, steps=given.steps, batch=150)
-    contenders = {} if given.against is None else {"FM": Contender("FM", given.against, how)}
-    for name in CONVERSIONS:
-        sampling = Sampling(guidance=given.guidance, steps=given.steps, batch=150, conversion=name)
-        contenders[name] = Contender(name, given.model, sampling)
-    real = evaluation.reference.load()
-    sets = {"real, of training": evaluation.real_images(evaluation._others[: given.num]).load()}
-    sets |= {name: evaluation._usual_images(one, evaluation.open(one), 0).load() for name, one in contenders.items()}
-    networks = [make_features(spec) for spec in NETWORKS]
+    torch.set_num_threads(1)
+    recipe = Recipe.read(given.recipe)
+    studies = [get_studies([given.study], Lab(given.folder, recipe, seed))[given.study] for seed in range(given.seeds)]
+    originals = next((str(path) for path in (given.folder / "pictures").glob("*.tar")), None)
+    settings = recipe.plan.metric_settings("cpu", originals=originals)
+    # What `reproduce` has made and measured is read, not made again.
+    evaluation = Evaluation(studies[0].data, given.folder / "evaluation", settings, studies[0].cluster, progress=False)
+    networks, real = evaluation.suite.networks, evaluation.reference.load()
+    references = [{spec: network.extract(tensor_of(images)).numpy() for spec, network in networks.items()}
+                  for images in (real, blurred(real))]  # fmt: skip
 
-    def distances(images: NDArray[np.uint8], others: NDArray[np.uint8]) -> list[str]:
-        cells = []
-        for network in networks:
-            mine, theirs = (network.extract(tensor_of(some)).numpy() for some in (images, others))
-            cells.append(f"{frechet_distance(Moments.of(theirs), Moments.of(mine)):.2f}")
-            cells.append(f"{kernel_distance(theirs, mine)[0]:.3f}")
-        return cells
+    def measure(images: NDArray[np.uint8]) -> list[float]:
+        figures = []
+        for some, reference in zip((images, blurred(images)), references, strict=True):
+            mine = {spec: network.extract(tensor_of(some)).numpy() for spec, network in networks.items()}
+            figures.append(frechet_distance(Moments.of(reference[PIXELS]), Moments.of(mine[PIXELS])))
+            figures.append(kernel_distance(reference[FEATURES], mine[FEATURES])[0])
+        return [*figures, *(power(images) / power(real))]
 
-    base, soft = power(real), blurred(real)
-    print("| | power by ring, over real | brightness | FD, KD simple; FD, KD EN | the same, all blurred |")
-    print("|---|---|---|---|---|")
+    sets = {REAL: [evaluation.real_images(evaluation._others[: settings.num]).load()]}
+    for study in studies:
+        for row in study.rows:
+            if row.label.startswith(SHOWN):
+                one = Contender(row.label, row.model.folder, row.sampling)
+                images = evaluation._usual_images(one, evaluation.open(one), 0).load()
+                sets.setdefault(row.label, []).append(images)
+    print(f"| | {' | '.join(HEADS)} | power over real, 8 rings from low to high frequency |")
+    print("|---" * (len(HEADS) + 2) + "|")
     for name, images in sets.items():
-        rings = " ".join(f"{value:.2f}" for value in power(images) / base)
-        light = images.mean((1, 2, 3)).std() / real.mean((1, 2, 3)).std()
-        cells = [", ".join(distances(*pair)) for pair in ((images, real), (blurred(images), soft))]
-        print(f"| {name} | {rings} | {light:.2f} | {cells[0]} | {cells[1]} |", flush=True)
-    shown = {"real": real[:12], **{name: images[:12] for name, images in sets.items()}}
+        all_figures = np.array([measure(some) for some in images])
+        mean, spread = all_figures.mean(0), all_figures.std(0, ddof=1) if len(images) > 1 else None
+        cells = [f"{mean[i]:.2f}" + ("" if spread is None else f" ± {spread[i]:.2f}") for i in range(len(HEADS))]
+        print(f"| {name} | {' | '.join(cells)} | {' '.join(f'{x:.2f}' for x in mean[len(HEADS) :])} |", flush=True)
+    shown = {name: images[0][:12] for name, images in sets.items()} | {REAL: evaluation.first_real_images()}
+    given.out.mkdir(parents=True, exist_ok=True)
     save_image(draw_samples(shown, evaluation.prompts[:12]), given.out / "spectra.png")
 
 

@@ -277,6 +277,7 @@ class TestProtocols:
         assert [k for k, kind in enumerate(kinds) if kind == "ddpm"] == [0, 3]
         assert all(part.settings.resolved_objective.weighting == "plain" for part in mixed.parts[:-1])
         assert all(part.verb[-2:] == ["--init", "OUT/pretrained/converted"] for part in mixed.parts[:-1])
+        assert {row.sampling.routing for row in study.rows} == {"topk:2"}
         scratch = self.rows("table4-scratch").rows[0].model
         assert all(part.init is None for part in scratch.parts)
 
@@ -287,6 +288,17 @@ class TestProtocols:
         assert {part.settings.model for part in (*monolith.parts, *top1.parts[:-1])} == {"b/2:zero"}
         assert {part.init for part in (*monolith.parts, *top1.parts)} == {None}
         assert Recipe.read("reproduce_paper_table1").data.num == 3_900_000
+
+    def test_a_student_and_its_rivals(self):
+        """DDM trains them for 400,000 steps, half of its experts' number, and gives the rival four times the batch."""
+        _, student, rival, equal = (row.model.parts[0].settings for row in self.rows("student", "reproduce_ddm").rows)
+        assert (student.steps, rival.steps, equal.steps) == (400_000,) * 3
+        assert (student.batch, rival.batch, equal.batch) == (32, 128, 32)
+
+    def test_one_network_needs_no_policy(self):
+        for name in ("clusters", "experts", "flops", "correlation", "student", "table2"):
+            for row in self.rows(name).rows:
+                assert row.sampling.routing == "top1" or len(row.model.parts) > 1
 
     def test_threshold_is_one_in_time(self):
         study = self.rows("threshold", "reproduce")

@@ -537,8 +537,9 @@ class TestCommand:
     def test_recipes_that_come_with_atoll(self, tmp_path, monkeypatch, capsys):
         """By name from any folder; a path is a file."""
         monkeypatch.chdir(tmp_path)
-        studies = ["reproduce", "reproduce_ddm", "reproduce_earlier", "reproduce_paper", "reproduce_paper_table1"]
-        assert recipe_names() == ["laptop", "paper", "photos", "photos-gpu", *studies]
+        studies = ["", "_ddm", "_earlier", "_paper", "_paper_table1", "_quick"]
+        names = [f"reproduce{which}" for which in studies]
+        assert recipe_names() == ["laptop", "paper", "photos", "photos-gpu", *names]
         assert read_recipe("laptop", RouterSettings).model == "64x3"
         for name in recipe_names():
             read_recipe(name, ExpertSettings)

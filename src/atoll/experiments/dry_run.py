@@ -102,7 +102,7 @@ def commands_of(studies: Mapping[str, Study], recipe: Recipe) -> Iterator[list[s
             experts = [str(part.folder) for part in model.parts if str(part.folder) not in router]
             how = ["--router", *router] if router else ["--without-router"] if len(experts) > 1 else []
             yield ["atoll", "assemble", *experts, *how, "--data", str(model.data), "--out", str(model.folder)]
-    usual = plan.metrics("auto", originals="IMAGES" if plan.originals else None)
+    usual = plan.metric_settings("auto", originals="IMAGES" if plan.originals else None)
     for study in studies.values():
         for row in study.rows:
             if any(isinstance(part, PartOnTheWay) for part in row.model.parts):

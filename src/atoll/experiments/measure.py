@@ -13,7 +13,7 @@ from atoll.encoders.features import make_features
 from atoll.encoders.pretrained import Frozen, dtype_name
 from atoll.experiments.cache import cached
 from atoll.experiments.images import Images, ImageSet, tensor_of
-from atoll.experiments.settings import MetricSettings
+from atoll.experiments.settings import MOST_FOR_PAIRS, MetricSettings
 from atoll.experiments.tables import KINDS
 from atoll.metrics.clip_score import CLIPScore
 from atoll.metrics.coverage import measure_coverage
@@ -24,7 +24,6 @@ from atoll.metrics.labels import Reader, are_right
 from atoll.tensors import get_device
 
 OF_FEATURES = frozenset({"frechet", "kernel", "coverage", "labels"})
-MOST_FOR_PAIRS = 10_000  # images whose distances to each other are computed
 
 Vectors = NDArray[np.float32]  # [N, D]
 Figures = dict[str, dict[str, Any]]  # as results.json has them
@@ -112,8 +111,9 @@ class MetricSuite:
                 right = [seen == label for seen, label in zip(reader.read(vectors), images.labels, strict=True)]
                 figures |= figure("label_accuracy", *mean_of(right), network)
         if self.distance is not None:
-            spans = images.spans("compared with each other", self.progress)
-            distance = self.distance.mean_over_pairs(self._pixels(images.read(span)) for span in spans)
+            spans, most = images.spans("compared with each other", self.progress), self.settings.paired
+            batches = (images.read(span)[: most - span.start] for span in spans if span.start < most)
+            distance = self.distance.mean_over_pairs(map(self._pixels, batches))
             figures |= figure("lpips", distance, network=self.distance)
         if self.clip is not None:
             scores: list[float] = []

@@ -5,7 +5,7 @@ OUT/pretrained/                a DDPM DiT of other data, and the first weights t
 OUT/data/PARTITION/            the data, cut into clusters
 OUT/seed_0/parts/              experts, monoliths and routers, each trained by a process of its own
 OUT/seed_0/models/             assembled of them
-OUT/evaluation/                their images and the features of these
+OUT/evaluation/                their images, the features of these, and all figures
 OUT/results.json, results.md, and two images of each comparison: figures, and samples of the first seed
 
 Parts that several comparisons need are trained once. Rerun the command to resume.
@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from atoll.cards import CONFIG, DATASET, DatasetCard
+from atoll.cards import CONFIG, DATASET, DatasetCard, ModelIndex, hash_of
 from atoll.data.builtin import NAMES as BUILT_IN
 from atoll.data.download import PACKAGES
 from atoll.data.view import refuse_inside
 from atoll.engines.engine import Engine
 from atoll.engines.local import Local
 from atoll.errors import InputError
+from atoll.experiments.cache import Snapshot
 from atoll.experiments.evaluate import ON_A_SHEET, REAL, Contender, open_evaluation
 from atoll.experiments.flops import training_figures, training_flops
 from atoll.experiments.graph import PretrainedPart, assemble_all, begun, convert_dit_file, parts_of, train
@@ -173,7 +174,7 @@ def _measure(
     """Measures each row of each seed once, however many tables it is in."""
     real = dict.fromkeys(map(_node, studies))
     rows = dict.fromkeys(_node(study, row) for study in studies for row in study.rows)
-    usual = recipe.plan.metrics(recipe.expert.device, originals=originals)
+    usual = recipe.plan.metric_settings(recipe.expert.device, originals=originals)
     measure = partial(_measure_node, out / "evaluation", usual)
     measured: dict[Node, Figures] = {}
     for nodes in (real, rows):  # what all are compared with is there before it is needed
@@ -207,12 +208,24 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
 
 
 def _measure_node(out: Path, settings: MetricSettings, node: Node) -> Figures:
+    """Measures one, unless it was measured before: more seeds or other comparisons cost only what is new."""
     data, cluster, num, contender, other = node
     evaluation = open_evaluation(data, out, settings if num is None else replace(settings, num=num), cluster)
+    key = json.loads(json.dumps({
+        **{part: about for part, about in evaluation.describe().items() if part not in ("left_out", "notes")},
+        "device": evaluation.suite.device.type,
+        "models": [one and [one.name, ModelIndex.read(one.model).hash, asdict(one.sampling)]
+                   for one in (contender, other)],
+    }))  # fmt: skip
+    name = hash_of(key)[:32]
+    if kept := Snapshot.read(out / "figures", name, key):
+        return dict(kept.about), kept.arrays["images"]
     if contender:
-        judged = evaluation.judge(contender)
+        about, images = evaluation.judge(contender), evaluation.first_images(contender)
         if other:
-            judged["figures"] |= evaluation.correlate(contender, other)
-        return judged, evaluation.first_images(contender)
-    (about, *_) = evaluation.real() or [{"figures": {}}]
-    return {**about, "captions": evaluation.prompts[:ON_A_SHEET]}, evaluation.first_real_images()
+            about["figures"] |= evaluation.correlate(contender, other)
+    else:
+        (real, *_) = evaluation.real() or [{"figures": {}}]
+        about, images = {**real, "captions": evaluation.prompts[:ON_A_SHEET]}, evaluation.first_real_images()
+    Snapshot(key, about, {"images": images}).write(out / "figures", name)
+    return about, images

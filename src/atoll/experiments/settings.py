@@ -10,7 +10,17 @@ from atoll.errors import InputError, unknown
 METRICS = ("frechet", "kernel", "coverage", "diversity", "clip", "accuracy", "labels", "flops")
 SPLITS = ("held_out", "train", "all")
 MOST_IMAGES = 10**6  # of one seed: the seeds of their noise are counted in these
-LEAST = {"num": 2, "seeds": 1, "first_seed": 0, "neighbours": 1, "num_reference": 2, "varied": 1, "each": 2}
+MOST_FOR_PAIRS = 10_000
+LEAST = {
+    "num": 2,
+    "paired": 2,
+    "seeds": 1,
+    "first_seed": 0,
+    "neighbours": 1,
+    "num_reference": 2,
+    "varied": 1,
+    "each": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class MetricSettings:
     """Prompts of which several images are made, for diversity."""
     each: int = 4
     """Images of each of these prompts."""
+    paired: int = MOST_FOR_PAIRS
+    """Images whose distances to each other are averaged, for diversity over all prompts, at most."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 

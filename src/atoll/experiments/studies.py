@@ -19,12 +19,11 @@ from atoll.engines.train_all import Part
 from atoll.errors import InputError, unknown
 from atoll.experiments.graph import ModelNode, PartOnTheWay, PretrainedPart
 from atoll.experiments.settings import MetricSettings
+from atoll.sampling.routing import get_routing
 from atoll.sampling.settings import Sampling
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, read_settings, read_toml
 
 KMEANS, RANDOM = "kmeans", "random"
-TIMES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)  # at which FM hands over to DDPM
-COUNTS = (4, 8, 16)
 SHARES = (4, 2)  # of a run: its checkpoints after a quarter and a half are judged too
 PLACES = (0, 3)  # the experts that HDDM trains by DDPM
 PAPER = "paper"  # conversion; without one, experts that predict noise are calibrated, and those alone
@@ -75,6 +74,8 @@ class Plan:
     """The [study] table of a recipe: how large the comparisons are, and their two protocols of sampling."""
 
     num_experts: int = 8
+    counts: tuple[int, ...] = (4, 8, 16)  # of experts, of the study `experts`
+    times: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)  # of the study `threshold`
     seeds: int = 3
     balance: float | None = 1.3  # clusters are at most so many times as large as their mean
     ddpm_weighting: str | None = None  # None: as plain as the paper's
@@ -84,10 +85,12 @@ class Plan:
     reference_split: str = "held_out"  # what these are of, as in the papers, or train
     originals: bool = True  # they are the images themselves, not what the codec makes of them
     features: tuple[str, ...] = ("efficientnet",)
+    metrics: tuple[str, ...] = ()  # all that can be measured
     distance: str = "stlpips"  # of diversity; LPIPS itself is lpips:FILES
     clip: str | None = None
     varied: int = 50
     each: int = 4
+    paired: int = 10_000  # images whose distances to each other are averaged, at most
     guidance: float = 2.0  # HDDM: 7.5, with 50 steps
     steps: int = 20
     conversion_guidance: float | None = (
@@ -96,21 +99,33 @@ class Plan:
     conversion_steps: int | None = None
     conversion_num: int | None = None  # images of Table 3, HDDM: 5,000
     solver: str = "multistep"  # HDDM: euler
+    routing: str = "top1"  # where a table does not compare policies
     router: str = "router"  # reads the text; HDDM's is a blind-router
     batch: int = 250  # images at a time, which experts share
+    student_steps: int | None = None  # of the student and of the monoliths beside it; as many as an expert's
 
     def __post_init__(self) -> None:
-        if isinstance(self.features, str) or not all(isinstance(spec, str) for spec in self.features):
-            raise InputError(f'features must be a list of names such as ["simple"], but are {self.features!r}')
-        object.__setattr__(self, "features", tuple(self.features))
+        for name, such_as in (("features", "simple"), ("metrics", "frechet")):
+            given = getattr(self, name)
+            if isinstance(given, str) or not all(isinstance(spec, str) for spec in given):
+                raise InputError(f'{name} must be a list of names such as ["{such_as}"], but are {given!r}')
+            object.__setattr__(self, name, tuple(given))
+        for name, low, high in (("counts", 2, 2**16), ("times", 0.0, 1.0)):
+            given = getattr(self, name)
+            if isinstance(given, str | float | int) or not all(
+                isinstance(value, float if name == "times" else int) and low <= value <= high for value in given
+            ):
+                raise InputError(f"{name} must be a list of numbers from {low} to {high}, but are {given!r}")
+            object.__setattr__(self, name, tuple(given))
         check_choices(self, router=("router", "blind-router"))
+        get_routing(self.routing)
         if self.num_experts < 2 or self.seeds < 1:
             raise InputError("a comparison needs num_experts of at least 2 and seeds of at least 1")
 
     @property
     def sampling(self) -> Sampling:
         """Returns the aligned protocol, of all tables but the third."""
-        return Sampling(guidance=self.guidance, steps=self.steps, solver=self.solver, batch=self.batch)
+        return Sampling(self.steps, self.guidance, self.solver, self.routing, batch=self.batch)
 
     @property
     def conversion_sampling(self) -> Sampling:
@@ -119,11 +134,11 @@ class Plan:
         guidance = 0.8 * self.guidance if guidance is None else guidance
         return replace(self.sampling, guidance=guidance, steps=steps or round(1.5 * self.steps))
 
-    def metrics(self, device: str, num: int | None = None, originals: str | None = None) -> MetricSettings:
+    def metric_settings(self, device: str, originals: str | None = None) -> MetricSettings:
         return MetricSettings(
-            num=num or self.num, split=self.split, num_reference=self.reference, features=self.features,
+            num=self.num, split=self.split, num_reference=self.reference, features=self.features,
             varied=self.varied, each=self.each, device=device, reference_split=self.reference_split,
-            originals=originals, distance=self.distance, clip=self.clip,
+            originals=originals, distance=self.distance, clip=self.clip, metrics=self.metrics, paired=self.paired,
         )  # fmt: skip
 
 
@@ -151,7 +166,7 @@ class Recipe:
 
     def check(self) -> None:
         """Finds whatever is wrong before anything is done."""
-        for spec in self.plan.metrics(self.expert.device).features:
+        for spec in self.plan.metric_settings(self.expert.device).features:
             make_features(spec)
         self.data.settings()
 
@@ -270,7 +285,8 @@ class Lab:
         """Returns a dense model of one expert's size and batch that learns the ensemble's velocity."""
         expert = teacher.parts[0].settings
         names = {f.name for f in fields(DistillSettings)} - {"objective", "teacher", "guidance"}
-        settings = DistillSettings(**{name: value for name, value in asdict(expert).items() if name in names})
+        own = {name: value for name, value in asdict(expert).items() if name in names}
+        settings = DistillSettings(**own | {"steps": self.recipe.plan.student_steps or expert.steps})
         folder = self.out / f"seed_{self.seed}" / "parts" / f"student_of_{teacher.folder.name}"
         part = Part(f"seed {self.seed} student", folder, settings, teacher.data, teacher=teacher.folder)
         return self.model("student", part)
@@ -281,6 +297,7 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
     plan = lab.recipe.plan
     num, usual, protocol = plan.num_experts, plan.sampling, plan.conversion_sampling
     homogeneous, quarter = lab.ensemble(num), max(2, num // 4)
+    single = replace(usual, routing="top1")  # of one network
     monolith = lab.model("monolith-fm", lab.part("fm", num))  # with the batch of all experts
 
     def by(routing: str, how: Sampling = usual) -> Sampling:
@@ -321,12 +338,13 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             return f"{num_ddpm} DDPM, {num - num_ddpm} FM", lab.ensemble(num, num_ddpm, pretrained=pretrained)
 
         other = f" at guidance {protocol.guidance:g}, {protocol.steps} steps"
+        middle = ((1, "19.75"), (quarter, "15.09")) if pretrained else ()  # the paper's other protocol
         return Study(
             "Homogeneous and heterogeneous ensembles (HDDM, Table 4)" + _from(pretrained),
             "With a quarter of DDPM experts FID improves from 12.45 to 11.88, and diversity rises; in the protocol of "
             "Table 3 two are better than one.",
             Row(f"{num} FM", lab.ensemble(num, pretrained=pretrained), usual, "12.45"),
-            *(row for n, figure in ((1, "19.75"), (quarter, "15.09")) for label, model in [mixed(n)]
+            *(row for n, figure in middle for label, model in [mixed(n)]
               for row in both(label + other, model, protocol, figure)),
             *both(*mixed(quarter), usual, "11.88"),
         )  # fmt: skip
@@ -336,7 +354,7 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "Monolith and ensemble with as many FLOPs of training (HDDM, Table 1; DDM, its table of policies)",
             "HDDM: top-2 beats the monolith by 24%, the full ensemble is worst. DDM: all policies beat it, top-1 is "
             "best, sampling one expert per step is useless.",
-            Row("monolith", monolith, usual, "29.64", "12.81"),
+            Row("monolith", monolith, single, "29.64", "12.81"),
             Row("top-1", homogeneous, by("top1"), "30.60", "9.84"),
             Row("top-2", homogeneous, by("topk:2"), "22.60", "10.31"),
             *([Row("top-3", homogeneous, by("topk:3"), "", "10.37")] if num > 2 else []),
@@ -352,7 +370,7 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "Compute and quality (HDDM, Table 2)",
             "DDM, as HDDM quotes it: 158M images, 1176 A100 days, FID 5.5 to 10.5 (estimated). HDDM: 11M images, 72 "
             "A100 days (120 of an A40), 16 times less compute and 14 times less data.",
-            Row("monolith, from scratch", monolith, usual),
+            Row("monolith, from scratch", monolith, single),
             Row(f"{num} FM, pretrained", lab.ensemble(num, pretrained=True), usual, "12.45"),
             *both(
                 f"{quarter} DDPM, {num - quarter} FM, pretrained",
@@ -371,7 +389,7 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             Row("FM alone", lab.alone("fm", pretrained=True), by("top1", protocol)),
             *(
                 row
-                for t in TIMES
+                for t in plan.times
                 for row in both(f"{t}", lab.alone("ddpm", "fm", pretrained=True), by(f"by_time:{t}", protocol))
             ),
             cluster=0,
@@ -382,27 +400,27 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "Random clusters are clearly worse.",
             Row("k-means", homogeneous, usual),
             Row("random", lab.ensemble(num, method=RANDOM), usual),
-            Row("monolith", monolith, usual),
+            Row("monolith", monolith, single),
         ),
         "experts": lambda: Study(
             "How many experts, with as many FLOPs of training in all (DDM)",
             "8 are best of 4, 8 and 16.",
-            Row("1", monolith, usual),
-            *(Row(str(count), lab.ensemble(count), usual) for count in COUNTS),
+            Row("1", monolith, single),
+            *(Row(str(count), lab.ensemble(count), usual) for count in plan.counts),
         ),
         "flops": lambda: Study(
             "Quality against FLOPs of training, from checkpoints on the way (DDM, Fig. 4)",
             "At each number of FLOPs the ensemble is better than the monolith.",
             *(
-                Row(f"{label}, {name} of the steps", model if share == 1 else lab.on_the_way(model, share), usual)
-                for label, model in (("monolith", monolith), ("ensemble", homogeneous))
+                Row(f"{label}, {name} of the steps", model if share == 1 else lab.on_the_way(model, share), how)
+                for label, model, how in (("monolith", monolith, single), ("ensemble", homogeneous, usual))
                 for name, share in ((f"1/{share}" if share > 1 else "all", share) for share in (*SHARES, 1))
             ),
         ),
         "correlation": lambda: Study(
             "Images of the same prompt and noise by monolith and ensemble (DDM, Fig. 5)",
             "They are highly correlated: both learn the same velocity.",
-            Row("monolith", monolith, usual),
+            Row("monolith", monolith, single),
             Row("top-1", homogeneous, by("top1")),
             Row("full", homogeneous, by("full")),
             *both(f"{quarter} DDPM, {num - quarter} FM", lab.ensemble(num, quarter), usual),
@@ -451,9 +469,9 @@ def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
             "One dense student of the ensemble, and a monolith with four times its batch (DDM)",
             "The student has FID 7.76, a monolith trained from scratch with four times the batch 7.82.",
             Row("ensemble, the teacher", homogeneous, usual),
-            Row("student", lab.student(homogeneous), usual, "", "7.76"),
-            Row("monolith with four times the batch", _monolith_of_share(lab, num, 4), usual, "", "7.82"),
-            Row("monolith with the student's batch", _monolith_of_share(lab, num, 1), usual),
+            Row("student", lab.student(homogeneous), single, "", "7.76"),
+            Row("monolith with four times the batch", _monolith_of_share(lab, num, 4), single, "", "7.82"),
+            Row("monolith with the student's batch", _monolith_of_share(lab, num, 1), single),
         ),
     }
 
@@ -463,14 +481,16 @@ def _from(pretrained: bool) -> str:
 
 
 def _monolith_of_share(lab: Lab, num: int, times: int) -> ModelNode:
-    """Returns a monolith whose batch is so many times one expert's share."""
-    whole = lab.part("fm", num)
-    batch = times * lab.recipe.expert.batch // num
+    """Returns a monolith whose batch is so many times one expert's share, trained for the student's steps."""
+    whole, usual = lab.part("fm", num), lab.recipe.expert
+    batch, steps = times * usual.batch // num, lab.recipe.plan.student_steps or usual.steps
+    name = f"{whole.folder.name}_batch_{batch}" + ("" if steps == usual.steps else f"_steps_{steps}")
     part = whole._replace(
-        name=f"{whole.name} batch {batch}", folder=whole.folder.with_name(f"{whole.folder.name}_batch_{batch}"),
-        settings=replace(whole.settings, batch=batch),
+        name=f"seed {lab.seed} {name}", folder=whole.folder.with_name(name),
+        settings=replace(whole.settings, batch=batch, steps=steps),
     )  # fmt: skip
-    return lab.model(f"monolith-batch-{batch}", whole if batch == lab.recipe.expert.batch else part)
+    same = (batch, steps) == (usual.batch, usual.steps)
+    return lab.model(f"monolith-batch-{batch}", whole if same else part)
 
 
 def get_studies(names: Sequence[str], lab: Lab) -> dict[str, Study]:

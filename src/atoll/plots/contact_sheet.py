@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from atoll.plots.canvas import EDGE, FAINT, INK, blank, colour_of, font_of, paste_grid, shorten, whole_scale, wrap
+from atoll.plots.canvas import EDGE, FAINT, INK, blank, colour_of, font_of, paste_grid, whole_scale, wrap
 
 ON_A_GRID = 100
 Images = NDArray[np.uint8]  # [N, S, S, 3]
@@ -57,15 +57,16 @@ def draw_samples(rows: Mapping[str, Images], captions: Sequence[str], title: str
     num = min(len(captions), *(len(row) for row in rows.values()))
     cell = whole_scale(max(row.shape[1] for row in rows.values()), 128)
     gap, font, small = 8, font_of(14), font_of(11)
-    names = [shorten(name, 200, font) for name in rows]
-    left, top = EDGE + max(round(font.getlength(name)) for name in names) + 16, EDGE + (32 if title else 0)
+    names = [wrap(name, 200, font, 3) for name in rows]
+    widest = max(font.getlength(line) for lines in names for line in lines)
+    left, top = EDGE + round(widest) + 16, EDGE + (32 if title else 0)
     texts = [wrap(caption, cell + gap - 4, small, 6) for caption in captions[:num]]
     bottom = top + len(rows) * (cell + gap)
     sheet, draw = blank(left + num * (cell + gap) + EDGE, bottom + 15 * max(map(len, texts)) + EDGE)
     draw.text((EDGE, EDGE - 8), title, INK, font_of(20))
     for i, (name, images) in enumerate(zip(names, rows.values(), strict=True)):
         y = top + i * (cell + gap)
-        draw.text((left - 16, y + cell // 2), name, INK, font, anchor="rm")
+        draw.text((left - 16, y + cell // 2), "\n".join(name), INK, font, anchor="rm", align="right")
         paste_grid(sheet, images[:num], left, y, cell, gap, num)
     for j, lines in enumerate(texts):
         draw.text((left + j * (cell + gap), bottom), "\n".join(lines), FAINT, small)
