@@ -15,6 +15,7 @@ def distill(
     settings: Annotated[DistillSettings, tyro.conf.arg(name="")],
     init: Path | None = None,
     allow_missing: bool = False,
+    cluster: int | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -25,6 +26,7 @@ def distill(
     For example:
       atoll distill model data --student b/2 --out dense
       atoll distill model data --student mini --guidance 4 --out dense
+      atoll distill model data --steps-out 4 --teacher top1 --guidance 2 --init model/expert_0 --out quick
       atoll distill model data --teacher router --max-resident 1 --init model/expert_0 --out dense
       atoll assemble dense --data data --out dense-model
 
@@ -36,6 +38,7 @@ def distill(
         init: A folder with first weights: an expert of the teacher, or what `atoll convert` has made.
         allow_missing: Do without experts that the teacher lacks: pictures of their clusters are left out, or what the
             router gives to them goes to the others.
+        cluster: Distil the expert of this cluster alone: the student takes its place among students of the others.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [student]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
@@ -44,4 +47,6 @@ def distill(
     from atoll.training.distill import distill as train_student
 
     del recipe  # read before the flags were: main.py
-    print(*train_student(model, local_copy(data), settings, out, init, allow_missing, dry_run=dry_run), sep="\n")
+    print(
+        *train_student(model, local_copy(data), settings, out, init, allow_missing, cluster, dry_run=dry_run), sep="\n"
+    )
