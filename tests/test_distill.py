@@ -34,6 +34,7 @@ from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.training import distill as module
 from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill
+from atoll.training.few_steps import FewStepTask
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import DistillSettings, read_recipe
 from atoll.training.task import Batch
@@ -548,6 +549,10 @@ class TestBadInput:
             (["--objective", "ddpm"], "unknown objective 'ddpm'"),
             (["--max-resident", "0"], "max_resident must be from 1 to"),
             (["--student", "huge"], "unknown model size"),
+            (["--steps-out", "0"], "steps_out must be from 1 to 16"),
+            (["--steps-out", "17"], "steps_out must be from 1 to 16"),
+            (["--steps-out", "4", "--teacher-steps", "0"], "teacher_steps must be from 1 to 1000"),
+            (["--cluster", "7"], "cluster 7"),
             (["--init", "nowhere"], "nowhere"),
         ],
     )
@@ -601,3 +606,144 @@ class TestCommand:
         (tmp_path / "r.toml").write_text("[student]\nschedule = 'cosine'\n")
         with pytest.raises(InputError, match=r"unknown key of \[student\]"):
             read_recipe(tmp_path / "r.toml", DistillSettings)
+
+
+# --- students of few steps ----------------------------------------------------------------------------------------
+
+
+class TestMeanVelocity:
+    def test_of_one_gaussian_it_is_the_closed_form(self):
+        """The ODE of a Gaussian moves each point along with its quantile."""
+        data = ClusteredGaussians(*(torch.full((1, 1, 6), value, dtype=torch.float64) for value in (1.5, 0.3)),
+                                  torch.ones(1, 1, dtype=torch.float64))  # fmt: skip
+        teacher = Teacher(perfect(data, transfers_of("exact")[:1]), ROUTINGS["router"])
+        start, end = (
+            torch.tensor(times, dtype=torch.float64) for times in ([1.0, 0.75, 0.5, 0.25], [0.75, 0.5, 0.25, 0])
+        )
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+        def spread(t: Tensor) -> Tensor:
+            return ((1 - t) ** 2 * 0.3 + t**2).sqrt()[:, None]
+
+        truth = 1.5 * (1 - end)[:, None] + (x - 1.5 * (1 - start)[:, None]) * spread(end) / spread(start)
+        coarse, fine = (float((teacher.walk(x, start, end, num) - truth).abs().max()) for num in (40, 80))
+        assert fine < 1e-4
+        assert 3 < coarse / fine < 5  # order 2
+
+    def test_experts_of_four_kinds_lead_where_the_marginal_does(self):
+        oracle = ClusteredGaussians.random(4, 3, 6)
+        teacher = Teacher(perfect(oracle, transfers_of("exact")), ROUTINGS["router"])
+        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        found, truth, times = teacher.walk(x, torch.ones(32), torch.zeros(32), 40), x, torch.linspace(1, 0, 41)
+        last = None
+        for t, t_next in zip(times[:-1].double(), times[1:].double(), strict=True):
+            u = oracle.velocity(truth, t.expand(32))
+            truth, last = truth + (t_next - t) * (u if last is None else 1.5 * u - 0.5 * last), u
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("num", [1, 2, 4])
+    def test_a_student_that_has_learned_it_ends_where_its_teacher_does(self, data, model, num):
+        """In as many steps of Euler's method, from the same noise."""
+        task = few_steps(model, data, num, teacher="top1", guidance=2.0, teacher_steps=4)
+        batch = step_of(task, dropped=False)
+        prompts = task._prompts(task.encode(batch, batch)[0], batch.ids)
+        x, ends = batch.eps, batch.eps
+        for i in range(num):
+            t = torch.full((12,), 1 - i / num)
+            x = x - task.mean_velocity(x, t, prompts, batch.labels) / num
+            ends = task.teacher.walk(ends, t, t - 1 / num, task.substeps, prompts, batch.labels)
+        torch.testing.assert_close(x, ends, rtol=1e-4, atol=1e-4)
+
+    def test_it_is_taught_where_its_steps_begin(self, data, model):
+        for num in (1, 3, 4):
+            task = few_steps(model, data, num)
+            t = torch.cat([step_of(task, seed).t for seed in range(8)])
+            assert sorted(t.unique().tolist()) == pytest.approx([(i + 1) / num for i in range(num)])
+            assert task.start_of_step(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([1 / num, 1])
+
+
+def few_steps(model: Path, data: Path, num: int, **changes: object) -> FewStepTask:
+    settings = replace(QUICK, steps_out=num, **changes)
+    return FewStepTask(Dataset.open(data), settings, CPU, teacher_of(model, **changes))
+
+
+@pytest.fixture(scope="module")
+def quick(data, model, tmp_path_factory) -> Path:
+    """A model of a student of two steps."""
+    folder = tmp_path_factory.mktemp("quick")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("EVALUATED", "EVALUATED_AT_THE_END"):
+            patch.setattr(module, name, 48)
+            patch.setattr(f"atoll.training.expert.{name}", 48)
+        settings = replace(QUICK, steps=30, steps_out=2, teacher_steps=4, teacher="top1", guidance=2.0, eval_every=15,
+                           save_every=30, sample_every=30)  # fmt: skip
+        told = distill(model, data, settings, folder / "student", progress=False)
+    assert "makes an image in 2 steps" in told[1]
+    main(["assemble", str(folder / "student"), "--data", str(data), "--out", str(folder / "model")])
+    return folder / "model"
+
+
+class TestFewSteps:
+    def test_it_describes_itself(self, quick):
+        student = quick.parent / "student"
+        card = json.loads((student / "config.json").read_text())
+        assert (card["steps"], card["guidance"], card["calibration"]) == (2, 2.0, None)
+        assert len(card["training"]["held_out"]["by_log_snr"]) == 2  # one for each of its steps
+        apart = [line["held_out_teacher"] for line in read_metrics(student) if "held_out_teacher" in line]
+        assert apart[1] < apart[0]
+        assert (student / "samples" / "000000030.png").exists()
+
+    def test_it_samples_in_its_steps(self, quick, tmp_path, capsys):
+        pipe = AtollPipeline.from_pretrained(quick)
+        made = pipe("a robot", seed=0, output_type="latent", progress=False)
+        assert (made.settings["steps"], made.settings["solver"], made.settings["guidance"]) == (2, "euler", 1)
+        assert len(made.trace[0].times) == 2
+        same = pipe("a robot", seed=0, num_inference_steps=2, solver="euler", output_type="latent", progress=False)
+        assert torch.equal(made.images, same.images)
+        main(["sample", str(quick), "a robot", "--out", str(tmp_path / "s")])
+        assert "1 image" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("flags", [["--steps", "20"], ["--solver", "multistep"], ["--steps", "1"]])
+    def test_other_steps_get_one_sentence(self, quick, tmp_path, capsys, flags):
+        with pytest.raises(SystemExit):
+            main(["sample", str(quick), "a robot", *flags, "--out", str(tmp_path / "s")])
+        assert "was distilled to make an image in 2 steps of euler, not in" in capsys.readouterr().err
+
+    def test_it_is_evaluated_in_its_steps(self, quick, data, tmp_path):
+        main(["evaluate", str(quick), str(data), "--num", "6", "--features", "simple", "--metrics", "frechet",
+              "--out", str(tmp_path / "e")])  # fmt: skip
+        assert "steps 2, guidance 1.0, solver euler" in (tmp_path / "e" / "results.md").read_text()
+
+    def test_it_is_no_teacher(self, quick, data, tmp_path):
+        with pytest.raises(InputError, match="was itself distilled to 2 steps"):
+            distill(quick, data, replace(QUICK, teacher="top1"), tmp_path / "s", progress=False)
+
+    def test_mixed_with_others_it_is_refused(self, model, tmp_path):
+        index = ModelIndex.read(model)
+        shutil.copytree(model, tmp_path / "m")
+        path = tmp_path / "m" / "expert_0" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "steps": 4}))
+        files = {**index.files, "expert_0/config.json": digest(path)}
+        index.model_copy(update={"files": files}).write(tmp_path / "m")
+        with pytest.raises(InputError, match="were made for different numbers of steps"):
+            AtollPipeline.from_pretrained(tmp_path / "m")
+
+    @pytest.mark.bits
+    def test_killed_it_ends_as_if_nothing_had_happened(self, data, model, tmp_path):
+        settings = replace(QUICK, steps_out=2, teacher_steps=4, steps=8, save_every=2, eval_every=8)
+        distill(model, data, settings, tmp_path / "whole", progress=False)
+        distill(model, data, replace(settings, steps=5, save_every=5), tmp_path / "cut", progress=False)
+        distill(model, data, settings, tmp_path / "cut", progress=False)
+        one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
+        assert one == other
+
+    def test_students_of_experts_are_mixed_by_the_router(self, data, model, tmp_path):
+        """Each island distils its own expert; the router of the ensemble serves the students too."""
+        settings = replace(QUICK, steps_out=2, teacher_steps=4, guidance=2.0)
+        for k in range(3):
+            distill(model, data, settings, tmp_path / f"run/expert_{k}", cluster=k, progress=False)
+            assert json.loads((tmp_path / f"run/expert_{k}/config.json").read_text())["data"]["cluster"] == k
+        assemble([tmp_path / "run"], model / "router", tmp_path / "m", data)
+        made = AtollPipeline(tmp_path / "m")(["a robot", "a ghost"], seed=0, output_type="latent", progress=False)
+        assert made.settings["steps"] == 2
+        assert bool(torch.isfinite(made.images).all())

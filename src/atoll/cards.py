@@ -286,6 +286,7 @@ class ExpertCard(PartCard):
     init: dict[str, Any] | None = None  # where the first weights came from; None: random
     calibration: str | None = None
     guidance: Positive = 1.0  # that it has learned, so that none is needed to sample; 1: none
+    steps: Annotated[int, Field(ge=1, le=1000)] | None = None  # in which it makes an image; None: in any number
 
 
 class RouterCard(PartCard):

@@ -38,7 +38,7 @@ class Part(NamedTuple):
     folder: Path
     settings: ExpertSettings | RouterSettings | DistillSettings
     data: Path
-    cluster: int | None = None  # of an expert; None: all of the data
+    cluster: int | None = None  # of an expert or its student; None: all of the data
     init: "Part | Path | None" = None  # whose weights it starts from
     teacher: Path | None = None  # of a student
     allow_missing: bool = False  # of the teacher's experts
@@ -60,7 +60,9 @@ class Part(NamedTuple):
             return ["train-router", str(self.data)]
         init = [] if self.init is None else ["--init", str(self.init_folder)]
         if self.teacher is not None:
-            return ["distill", str(self.teacher), str(self.data), *init, *["--allow-missing"] * self.allow_missing]
+            own = [] if self.cluster is None else ["--cluster", str(self.cluster)]
+            missing = ["--allow-missing"] * self.allow_missing
+            return ["distill", str(self.teacher), str(self.data), *own, *init, *missing]
         return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
 
     def make_task(self, device: torch.device) -> CaptionedTask:

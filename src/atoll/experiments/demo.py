@@ -434,11 +434,11 @@ def _by_attribute(images: Images, captions: Sequence[str]) -> dict[str, float]:
 
 def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDArray[np.uint8]:
     """Returns what expert k alone makes of the captions, from seed 0."""
-    num, usual = len(captions), Sampling()
+    num, usual = len(captions), pipe.settle(Sampling())
     latents = generate(
         pipe.ensemble, Prompts.encode(pipe.text_encoder, captions), [0] * num, solver=usual.solver,
         times=uniform_times(usual.steps), routing=get_routing("oracle"), labels=torch.full((num,), k),
-        guidance=pipe.guidance,
+        guidance=usual.guidance,
     )  # fmt: skip
     return bytes_of(pipe.render(latents, "pt"))
 

@@ -23,7 +23,7 @@ from atoll.experiments.studies import RANDOM, Lab, Recipe, Row, Study, get_studi
 from atoll.networks.dit import DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import RouterConfig
-from atoll.sampling.settings import Sampling
+from atoll.sampling.settings import SOLVER, STEPS, Sampling
 from atoll.training.memory import in_words, inputs_of, micro_batch_of, network_of, predict
 from atoll.training.settings import RouterSettings, Settings, as_flags
 
@@ -129,7 +129,8 @@ def _sampling_flops(row: Row, num: int, recipe: Recipe) -> float:
     network, arguments = _on_meta(config, 2, length)
     with torch.no_grad(), counting() as total:
         network(*arguments)
-        return float(num * row.sampling.steps * EVALUATIONS.get(row.sampling.solver, 1) * total())
+        steps, solver = row.sampling.steps or STEPS, row.sampling.solver or SOLVER
+        return float(num * steps * EVALUATIONS.get(solver, 1) * total())
 
 
 def _speed(config: DiTConfig | RouterConfig, text_length: int) -> float:

@@ -283,7 +283,9 @@ class Evaluation:
 
     def check(self, contender: Contender) -> None:
         """Refuses what cannot be judged: all experts are verified, and one image is drawn, in one step."""
-        quick, pipe = contender._replace(sampling=replace(contender.sampling, steps=1)), self.open(contender)
+        pipe = self.open(contender)
+        pipe.settle(contender.sampling)
+        quick = contender._replace(sampling=replace(contender.sampling, steps=pipe.made_for or 1))
         pipe.index.verify(pipe.folder, again=False)
         self.images(quick, pipe, [0], 0).latents(slice(0, 1))
 
@@ -351,8 +353,7 @@ class Evaluation:
     ) -> SampledImages:
         """Returns images of the prompts at these places, each with the next seed; they are made when they are read."""
         sampling, clusters = contender.sampling, None
-        if sampling.guidance is None:
-            sampling = replace(sampling, guidance=pipe.guidance)
+        sampling = replace(sampling, **pipe.settle(sampling)._asdict())
         if sampling.routing == "oracle":
             clusters = self.view.data.clusters()[self._rows]
             num = pipe.index.num_experts
@@ -366,7 +367,7 @@ class Evaluation:
         return SampledImages(
             name=contender.name, captions=captions, labels=labels, size=sampling.batch, pipe=pipe, sampling=sampling,
             first_seed=first_seed, clusters=clusters, folder=self.out / "pictures",
-            bound=self.view.bound if sampling.solver.endswith((":clip", ":dynamic")) else None,
+            bound=self.view.bound if str(sampling.solver).endswith((":clip", ":dynamic")) else None,
         )  # fmt: skip
 
     def _usual_images(self, contender: Contender, pipe: AtollPipeline, seed: int) -> SampledImages:

@@ -102,7 +102,7 @@ class SampledImages(ImageSet):
     """Images that a model makes, one of each caption, with seeds from the first on."""
 
     pipe: AtollPipeline
-    sampling: Sampling  # with its guidance
+    sampling: Sampling  # settled
     first_seed: int
     folder: Path  # in which they are kept
     clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to, for oracle routing
@@ -131,15 +131,15 @@ class SampledImages(ImageSet):
 
     def latents(self, span: slice) -> Tensor:
         how = self.sampling
-        assert how.guidance is not None
         seeds = [self.first_seed + i for i in range(span.start, span.stop)]
         prompts = Prompts.encode(self.pipe.text_encoder, self.captions[span])
-        times, guidance = uniform_times(how.steps), how.guidance
-        if how.solver.partition(":")[0] in SAMPLERS:
-            return generate_native(self._expert, prompts, seeds, how.solver, times, guidance, self.bound)
+        steps, guidance, solver = self.pipe.settle(how)
+        times = uniform_times(steps)
+        if solver.partition(":")[0] in SAMPLERS:
+            return generate_native(self._expert, prompts, seeds, solver, times, guidance, self.bound)
         labels = None if self.clusters is None else torch.from_numpy(self.clusters[span])
         return generate(
-            self.pipe.ensemble, prompts, seeds, solver=how.solver, times=times, routing=get_routing(how.routing),
+            self.pipe.ensemble, prompts, seeds, solver=solver, times=times, routing=get_routing(how.routing),
             guidance=guidance, labels=labels,
         )  # fmt: skip
 

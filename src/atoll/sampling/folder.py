@@ -64,7 +64,8 @@ def sample_to_folder(
         panels: list[Any] = []
         traces: list[dict[str, Any]] = []
         starts = range(0, len(jobs), settings.batch)
-        with tqdm(total=len(starts) * settings.steps, desc="sample", unit=" steps", disable=None, leave=False) as bar:
+        num_steps = len(starts) * pipe.settle(settings).steps
+        with tqdm(total=num_steps, desc="sample", unit=" steps", disable=None, leave=False) as bar:
             for start in starts:
                 batch = jobs[start : start + settings.batch]
                 output = pipe(

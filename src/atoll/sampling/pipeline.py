@@ -35,7 +35,7 @@ from atoll.sampling.assemble import copy_model, find_model, open_router, push_mo
 from atoll.sampling.ensemble import Ensemble, Routed, generate
 from atoll.sampling.expert import Prompts, VelocityExpert
 from atoll.sampling.routing import POLICIES, Routing, get_routing, topk
-from atoll.sampling.settings import GUIDANCE, Sampling
+from atoll.sampling.settings import GUIDANCE, SOLVER, STEPS, Sampling
 from atoll.tensors import get_device
 
 OUTPUTS = ("pil", "np", "pt", "latent")
@@ -59,6 +59,14 @@ class Plan:
     @property
     def times(self) -> Tensor:
         return uniform_times(self.steps)
+
+
+class Settled(NamedTuple):
+    """What settings of sampling may leave to the model."""
+
+    steps: int
+    guidance: float
+    solver: str
 
 
 class Preview(NamedTuple):
@@ -107,6 +115,7 @@ class AtollPipeline:
 
     ensemble: Ensemble
     learned_guidance: tuple[float, ...]  # of each expert that is there
+    made_for: int | None  # the steps that the experts were made for; None: any number
 
     def __init__(
         self,
@@ -203,6 +212,20 @@ class AtollPipeline:
         """Returns the default scale: no guidance on top of what the experts have learned."""
         return GUIDANCE if set(self.learned_guidance) == {1.0} else 1.0
 
+    def settle(self, sampling: Sampling) -> "Settled":
+        """Returns what the settings leave open as this model has it; refuses steps that it was not made for."""
+        steps, solver, made_for = sampling.steps, sampling.solver, self.made_for
+        if made_for is not None and (steps not in (None, made_for) or solver not in (None, "euler")):
+            raise InputError(
+                f"{self.folder} was distilled to make an image in {plural(made_for, 'step')} of euler, not in "
+                f"{steps or made_for} of {solver or 'euler'}: leave steps and solver out, or sample its teacher"
+            )
+        return Settled(
+            steps or made_for or STEPS,
+            self.guidance if sampling.guidance is None else float(sampling.guidance),
+            solver or (SOLVER if made_for is None else "euler"),
+        )
+
     def _open_ensemble(self) -> None:
         for network in (self.codec, self.text_encoder, self.router):
             if network is not None:
@@ -213,7 +236,7 @@ class AtollPipeline:
             conversion=self.conversion, dtype=self.dtype, device=self.device, max_resident=self.max_resident,
             index=index, elsewhere=self._elsewhere,
         )  # fmt: skip
-        scales = []
+        scales, few = [], set[int | None]()
         for k, (expert, part) in enumerate(zip(self.ensemble.experts, parts, strict=True)):
             card: ExpertCard | None = getattr(expert, "card", None)
             if expert is None or card is None:
@@ -225,7 +248,15 @@ class AtollPipeline:
                     f"{path} is the expert of cluster {card.cluster}, not of {expected}: assemble the model again"
                 )
             scales.append(float(card.guidance))
+            few.add(card.steps)
         self.learned_guidance = tuple(scales)
+        if len(few) > 1:
+            numbers = ", ".join("any number" if num is None else str(num) for num in few)
+            raise InputError(
+                f"the experts of {self.folder} were made for different numbers of steps ({numbers}): assemble those of "
+                "one number"
+            )
+        self.made_for = few.pop() if few else None
         if len(set(scales)) > 1:
             warnings.warn(
                 f"the experts of {self.folder} have learned guidance of {', '.join(f'{scale:g}' for scale in scales)}: "
@@ -240,7 +271,7 @@ class AtollPipeline:
         prompt: str | Sequence[str],
         *,
         negative_prompt: str | Sequence[str] | None = None,
-        num_inference_steps: int = Sampling.steps,
+        num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -250,7 +281,7 @@ class AtollPipeline:
         routing: str = Sampling.routing,
         route_every: int = 1,
         confident: float | None = None,
-        solver: str = Sampling.solver,
+        solver: str | None = None,
         batch_size: int = Sampling.batch,
         previews: int = 0,
         experts: Sequence[int] | None = None,
@@ -258,7 +289,8 @@ class AtollPipeline:
     ) -> Samples:
         """Makes images of prompts. The same prompt and seed give the same image, whatever else is made with it.
 
-        Without a `guidance_scale` it is 2, or 1 for a model that has learned its guidance (`atoll distill --guidance`).
+        Without a `guidance_scale` it is 2, or 1 for a model that has learned its guidance (`atoll distill --guidance`);
+        without `num_inference_steps` there are 20, or as many as the model was made for (`atoll distill --steps-out`).
         Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
         seeds are drawn from the generator, or from torch's own. `routing` is top1, topk:2, full, threshold:0.1,
         sample or by_time:0.5; the router is asked at every `route_every`-th evaluation, and no more about a sample once
@@ -299,26 +331,26 @@ class AtollPipeline:
     def plan(
         self,
         *,
-        steps: int = Sampling.steps,
+        steps: int | None = None,
         guidance: float | None = None,
-        solver: str = Sampling.solver,
+        solver: str | None = None,
         routing: str = Sampling.routing,
         route_every: int = 1,
         confident: float | None = None,
         experts: Sequence[int] | None = None,
     ) -> Plan:
         """Checks how an image shall be made."""
-        Sampling(steps=steps, guidance=guidance)  # checks them
+        own_steps = None if steps is None else operator.index(steps)
+        settled = self.settle(Sampling(steps=own_steps, guidance=guidance, solver=solver))
         policy = get_routing(routing, operator.index(route_every), confident)
         if policy.name == "oracle":  # a prompt has no label
             raise unknown("routing", "oracle", [name for name in POLICIES if name != "oracle"])
         if policy.name == "topk" and not self.ensemble.is_alone:
             topk(torch.ones(1, self.index.num_experts), int(policy.number or 0))
-        get_solver(solver)
+        get_solver(settled.solver)
         own = None if experts is None else tuple(sorted(set(map(operator.index, experts))))
         self.ensemble.require_route(policy, own)
-        scale = self.guidance if guidance is None else float(guidance)
-        return Plan(operator.index(steps), scale, solver, policy, own)
+        return Plan(*settled, policy, own)
 
     def settings_of(self, plan: Plan) -> dict[str, Any]:
         """Returns what an image depends on beside its prompts, its seed and the model."""

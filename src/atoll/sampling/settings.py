@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from atoll.errors import InputError
 
-GUIDANCE = 2.0  # of models that have not learned it
+STEPS, GUIDANCE, SOLVER = 20, 2.0, "multistep"  # of models that were not made for others
 MAX_STEPS = 10_000
 MAX_IMAGES = 1_000_000
 
@@ -17,14 +17,15 @@ MAX_IMAGES = 1_000_000
 class Sampling:
     """How a model makes images."""
 
-    steps: int = 20
-    """Steps of the solver, at most 10,000."""
+    steps: int | None = None
+    """Steps of the solver, at most 10,000. By default 20, or those that a student of few steps was made for."""
     guidance: float | None = None
     """How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model that has
     learned its guidance."""
-    solver: str = "multistep"
-    """multistep, euler, heun, midpoint or dpm2m; evaluate also knows ancestral and ddim, for a model of one expert, and
-    with :table:clip or :table:dynamic after these, DDPM's 1000 steps with x0 clipped or thresholded."""
+    solver: str | None = None
+    """multistep (the default), euler, heun, midpoint or dpm2m; a student of few steps has its own.
+    evaluate also knows ancestral and ddim, for a model of one expert, and with :table:clip or :table:dynamic after
+    these, DDPM's 1000 steps with x0 clipped or thresholded."""
     routing: str = "top1"
     """Which experts make an image: top1; topk:2, the two most probable; full; threshold:0.1, those of at least this
     probability; sample, or sample:2 for two; or by_time:0.5, flow matching above this time and the others below.
@@ -37,7 +38,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, most in (("steps", MAX_STEPS), ("batch", MAX_IMAGES)):
-            if not 1 <= (value := getattr(self, name)) <= most:
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
                 raise InputError(f"{name} must be a whole number from 1 to {most}, but is {value}")
         if self.guidance is not None and not 0 <= self.guidance < math.inf:
             raise InputError(f"the guidance scale must be a finite number of at least 0, but is {self.guidance}")

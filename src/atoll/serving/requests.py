@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll.cards import WORDS
 from atoll.errors import InputError, shown, unknown
-from atoll.sampling.settings import Sampling
+from atoll.sampling.settings import STEPS
 from atoll.serving.guard import Refusal
 from atoll.serving.models import Served
 from atoll.serving.scheduler import Job
@@ -69,7 +69,7 @@ class Generation(BaseModel):
 
     def jobs(self, served: Served, client: str, limits: Limits) -> list[Job]:
         """Returns an image per number; without a seed, one is drawn."""
-        n, steps = self.n or 1, self.steps or Sampling.steps
+        n, steps = self.n or 1, self.steps or served.pipe.made_for or STEPS
         for name, value, most in (("n", n, limits.n), ("steps", steps, limits.steps)):
             if value > most:
                 raise Refusal(400, f"{name} is {value}, and this server allows {most}", name)

@@ -7,7 +7,8 @@ asked, and one expert per image is run.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from atoll.cards import ExpertCard, ExpertEntry, ModelIndex, PartCard, require_fit
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
-from atoll.diffusion.schedules import LINEAR
-from atoll.errors import InputError
+from atoll.diffusion.schedules import LINEAR, broadcast
+from atoll.errors import InputError, plural
 from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
 from atoll.sampling.assemble import find_model
@@ -67,6 +68,11 @@ class Teacher:
                 warnings.filterwarnings("ignore", "expert_.* missing")  # nothing goes to the others
             pipe = AtollPipeline(folder, max_resident=settings.max_resident, device=device)
         index.verify(folder, again=False)  # before hours of work
+        if pipe.made_for is not None:
+            raise InputError(
+                f"{folder} was itself distilled to {plural(pipe.made_for, 'step')}, and knows no velocity between "
+                "them: distil its teacher"
+            )
         learned = set(pipe.learned_guidance)
         if len(learned) > 1:
             raise InputError(f"the experts of {folder} have learned different guidance: a student needs one for all")
@@ -93,15 +99,32 @@ class Teacher:
 
         What is not finite is refused on the CPU; on a device a look would stall it, and the student's loss shows it.
         """
+        with self._answering(x.device, prompts, experts) as mixture:
+            return mixture(x, t)
+
+    @torch.no_grad()
+    def walk(
+        self, x: Tensor, start: Tensor, end: Tensor, num_steps: int, prompts: Prompts | None = None,
+        experts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Returns where its velocity leads from (x, start[B]) at end[B], by Adams-Bashforth of order 2."""
+        h, last = (end - start) / num_steps, None
+        with self._answering(x.device, prompts, experts) as mixture:
+            for i in range(num_steps):
+                u = mixture(x, (start + i * h).clamp(0, 1))
+                slope = u if last is None else 1.5 * u - 0.5 * last
+                x, last = x + broadcast(h, x) * slope, u
+        return x
+
+    @contextmanager
+    def _answering(self, device: torch.device, prompts: Prompts | None, experts: Tensor | None) -> Iterator[Mixture]:
         mixture = Mixture(self.ensemble, prompts, routing=self.routing, guidance=self.guidance, labels=experts)
-        device = x.device.type
         # Casts of weights that may leave memory are not worth keeping.
-        with torch.autocast(device, enabled=torch.is_autocast_enabled(device), cache_enabled=False):
-            u = mixture(x, t)
-        failed = mixture.failed()
-        if failed:
+        enabled = torch.is_autocast_enabled(device.type)
+        with torch.autocast(device.type, enabled=enabled, cache_enabled=False):
+            yield mixture
+        if failed := mixture.failed():
             raise InputError(f"expert_{failed[0]} of the teacher gives values that are not finite: use less guidance")
-        return u
 
     def resident_bytes(self) -> int:
         """Returns the size of the weights that are in memory at a time, at most."""
@@ -230,15 +253,19 @@ class DistillTask(ExpertTask):
         apart = self.loss_to_teacher(EVALUATED_AT_THE_END)
         about = {**self.teacher.about, "held_out_loss": apart}
         super().finish(folder, {**training, "teacher": about})
-        assert self.evaluated is not None
-        lines = [
-            f"a student of {about.get('name', 'its teacher')}: {apart:.4f} from it, loss {self.evaluated.loss:.4f} "
-            f"against the images themselves, on {self.view.measured_on}"
-        ]
+        lines = [*self.describe_result(apart)]
         if self.learned_guidance != 1:
             learned = f"{self.learned_guidance:g}"
             lines.append(f"it has learned guidance of {learned}: sample it with --guidance 1, the default")
         return [*lines, f"next: atoll assemble {folder} --data {self.view.data.folder} --out MODEL"]
+
+    def describe_result(self, apart: float) -> Sequence[str]:
+        """Returns what to tell of a student that is so far from its teacher."""
+        assert self.evaluated is not None
+        return [
+            f"a student of {self.teacher.about.get('name', 'its teacher')}: {apart:.4f} from it, loss "
+            f"{self.evaluated.loss:.4f} against the images themselves, on {self.view.measured_on}"
+        ]
 
 
 def squared_error(one: Tensor, other: Tensor) -> Tensor:
@@ -253,26 +280,30 @@ def distill(
     out: Path,
     init: Path | None = None,
     allow_missing: bool = False,
+    cluster: int | None = None,
     progress: bool = True,
     dry_run: bool = False,
 ) -> Sequence[str]:
-    """Trains a student of a model; the folder `out` is an expert of all of the data in the end."""
+    """Trains a student of a model; the folder `out` is an expert of all of the data, or of one cluster, in the end."""
+    from atoll.training.few_steps import FewStepTask  # which is a DistillTask itself
+
     refuse_inside(out, data)
     if resolved(out).is_relative_to(resolved(model)):
         raise InputError(f"{out} lies within {model}: choose an --out outside of the teacher")
     folder = find_model(model)
-    index, dataset = ModelIndex.read(folder), Dataset.open(data)
+    index, dataset = ModelIndex.read(folder), Dataset.open(data, cluster)
     card = PartCard(latent_space=dataset.card.latent_space, text_encoder=dataset.card.text)
     require_fit(data, card, index.latent_space, index.text_encoder, folder)
     missing = missing_experts(folder, index)
-    if missing and not allow_missing:
+    if missing and not allow_missing and cluster is None:
         raise InputError(f"{folder} lacks {', '.join(missing)}: assemble it with all experts, or give --allow-missing")
     if settings.teacher == "label" and index.num_experts > 1:
         _check_labels(folder, index, dataset)
 
     def make(device: torch.device) -> DistillTask:
         teacher = Teacher.open(folder, index, settings, device)
-        return DistillTask(dataset, settings, device, teacher, init, allow_missing)
+        task = DistillTask if settings.steps_out is None else FewStepTask
+        return task(dataset, settings, device, teacher, init, allow_missing)
 
     return preview(make, settings) if dry_run else train(make, settings, out, progress)
 

@@ -42,6 +42,7 @@ class ExpertTask(CaptionedTask):
     """(x_t, t, text) -> what the objective asks for."""
 
     guidance = 2.0  # of the images that a run shows
+    grid_steps = 24
 
     def __init__(
         self, data: Dataset, settings: ExpertSettings | DistillSettings, device: torch.device, init: Path | None = None
@@ -146,7 +147,9 @@ class ExpertTask(CaptionedTask):
         rows = self.view.evaluation_rows(IN_A_GRID if is_quick(codec) else 4)
         texts = (EncodedTexts.of(self.text, ids) for ids in (self.view.tokens(rows), self.null_ids))
         ensemble, prompts = Ensemble([VelocityExpert.of(self.as_expert({}))]), Prompts.of(*texts)
-        latents = generate(ensemble, prompts, range(len(rows)), guidance=self.guidance, times=uniform_times(24))
+        latents = generate(
+            ensemble, prompts, range(len(rows)), guidance=self.guidance, times=uniform_times(self.grid_steps)
+        )
         images = to_uint8(codec.decode(latents))
         captions = self.view.data.strings("caption", rows)
         title = f"{self.view.name}, {self.settings.objective}"

@@ -25,6 +25,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("steps", "log_every", "save_every", "eval_every", "keep_last", "keep_every"), (1, 10**9)),
     **dict.fromkeys(("batch", "micro_batch", "max_resident"), (1, 2**20)),
     **dict.fromkeys(("sample_every", "warmup"), (0, 10**9)),
+    **{"steps_out": (1, 16), "teacher_steps": (1, 1000)},
     **dict.fromkeys(("lr", "muon_lr", "clip", "guidance"), (1e-12, 1e12)),
     **dict.fromkeys(("ema", "text_dropout"), (0, 1)),
     **{"beta2": (0, 0.999999), "weight_decay": (0, 10), "threads": (1, 1024), "seed": (0, 2**63)},
@@ -193,6 +194,10 @@ class DistillSettings(Settings):
     """Who teaches an image: the expert of its cluster (label), all by the router's weights (router), top1 or top2."""
     guidance: float = 1.0
     """The guidance to learn with the velocity, so that sampling needs one pass per step instead of two; 1 is none."""
+    steps_out: int | None = None
+    """Teach to make an image in this many steps, from 1 to 16: 4, 2 or 1 are usual. In any number by default."""
+    teacher_steps: int = 20
+    """With --steps-out: the steps in which the teacher makes an image."""
     max_resident: int | None = None
     """How many experts of the teacher may be in memory at a time; all by default."""
 
