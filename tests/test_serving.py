@@ -544,6 +544,8 @@ class TestDocs:
         (tmp_path / "ask.mjs").write_text(self.blocks("js", url)[0])
         run = subprocess.run(["node", "ask.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
         assert run.stdout.startswith("7 ")
+        assert run.stdout.count("image_generation.partial_image\n") == 3
+        assert run.stdout.endswith("image_generation.completed\n")
 
     def test_every_field_is_there(self):
         table = self.PAGE.split("| field | meaning |")[1].split("\n\n")[0]
