@@ -6,7 +6,8 @@
 for the previous one to finish, as servers without step-level batching have them, and (c) the offline pipeline at
 batch 16. (a), (b) and (c) are function calls without HTTP, and make the same PNG files. `latency` has Poisson arrivals
 at 70% of what (b) can do. `remote` has three experts in processes of their own, behind a delay. `soak` asks for twice
-the capacity; `kill` sends SIGKILL to a remote expert 20 times.
+the capacity; `kill` sends SIGKILL to a remote expert 20 times. Clients are streams of this one process, without a
+library of HTTP: server and clients share the machine.
 """
 
 import os

@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 from atoll.errors import InputError
+from atoll.networks import stored
 from atoll.sampling.assemble import assemble
 from atoll.sampling.ensemble import Mixture
 from atoll.sampling.folder import read_metadata
@@ -430,6 +431,35 @@ def test_several_models(served_model):
             Source.parse(spec)
 
 
+def test_a_model_of_the_hub(served_model, monkeypatch):
+    """By its id, which is also its name."""
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options.get("revision")))
+        return str(served_model)
+
+    monkeypatch.setattr(stored, "snapshot_download", download)
+    with in_process("some/model") as (url, state):
+        answer = httpx.post(url + PATH, json={**ASK, "model": "some/model"}, timeout=60)
+        assert answer.json()["model"] == "some/model"
+        assert state.models.changed() == []
+    assert set(asked) == {("some/model", None)}
+
+
+def test_credits(served_model, tmp_path):
+    folder = Path(shutil.copytree(served_model, tmp_path / "model"))
+    for content, said in (
+        (b"# Credits\n<b>Alice</b> trained expert 0\n", True),
+        (b"\xff", False),
+        (b"x" * 70_000, False),
+    ):
+        (folder / "CREDITS.md").write_bytes(content)
+        with in_process(f"tiny={folder}") as (url, _):
+            about = httpx.get(f"{url}/v1/models/tiny").json()["atoll"]
+            assert about["credits"] == (content.decode() if said else None)
+
+
 def test_a_new_version_takes_over(served_model, tmp_path, tmp_path_factory):
     """Under load: every request is answered, by the old version or by the new one."""
     folder = Path(shutil.copytree(served_model, tmp_path / "model"))
@@ -464,7 +494,7 @@ def test_the_command(served_model, pipe, keys, tmp_path):
     arguments = [f"tiny={served_model}", "--port", 0, "--patience", 2, "--keys", keys, "--reload", 0]
     with Command("serve", *arguments) as command:
         assert command.url.startswith("http://127.0.0.1:")
-        head = {"authorization": "Bearer k1"}
+        head = {"authorization": "Bearer k1", "x-request-id": "mine-1"}
         with socket.create_connection(("127.0.0.1", int(command.url.rsplit(":")[-1])), 60) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: loc")  # and no more
             assert sock.recv(100) == b""
@@ -484,7 +514,7 @@ def test_the_command(served_model, pipe, keys, tmp_path):
         assert near(pixels(first), ours(pipe, "a robot", 0, num_inference_steps=40))
         log = "".join(command.log)
         assert "a robot" not in log  # what people ask for is nobody's business
-        assert '"client": "key-1"' in log
+        assert '"id": "mine-1", "client": "key-1"' in log
 
 
 def test_a_server_that_is_open_to_all_says_so(tmp_path):
@@ -544,6 +574,8 @@ class TestDocs:
         (tmp_path / "ask.mjs").write_text(self.blocks("js", url)[0])
         run = subprocess.run(["node", "ask.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
         assert run.stdout.startswith("7 ")
+        assert run.stdout.count("image_generation.partial_image\n") == 3
+        assert run.stdout.endswith("image_generation.completed\n")
 
     def test_every_field_is_there(self):
         table = self.PAGE.split("| field | meaning |")[1].split("\n\n")[0]

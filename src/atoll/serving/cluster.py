@@ -99,7 +99,7 @@ class Replica:
         own = {name: options.get(name) for name in ("device", "dtype", "conversion")}
         actors = {
             k: ray.remote(ExpertActor)
-            .options(max_restarts=-1, **self._actors)
+            .options(max_restarts=-1, **(self._actors or {}))
             .remote(folder / part.folder, self._limits.images, own)
             for k, part in enumerate(index.experts)
             if part is not None and k not in options["elsewhere"]
@@ -264,13 +264,13 @@ class ReplicaImages:
 class Gateway:
     """Runs on a node: the API and the studio, without weights."""
 
-    async def __init__(self, launch: Launch, handles: Mapping[str, Any]) -> None:
+    def __init__(self, launch: Launch, handles: Mapping[str, Any]) -> None:
         global _app  # noqa: PLW0603
         metrics = Metrics()
         models = Models(launch.sources(metrics), lambda source: Replicated(source, handles[source.name]))
         self.state = State(models, Access(launch.keys), launch.limits, metrics)
         _app = make_app(self.state, launch.names, launch.origins)
-        self._watching = asyncio.create_task(self.state.watch(launch.reload_every))
+        self._watching = asyncio.create_task(self.state.watch(launch.reload_every))  # Ray Serve's loop runs by now
 
     async def about(self) -> list[str]:
         return [about(served) for served in self.state.models]
