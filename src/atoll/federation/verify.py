@@ -134,6 +134,19 @@ def is_pending(key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey
     return all(verdict.accepted and verdict.present != base for verdict in own)
 
 
+def count_votes(federation: Federation, verdicts: Sequence[VerdictKey]) -> tuple[int, int]:
+    """Returns how many verifiers have accepted and refused, each counted once, by the names of their verdicts."""
+    voters = {key[:16] for key in federation.verifiers}
+    accepts = {vote.verifier for vote in verdicts if vote.accepted and vote.verifier in voters}
+    rejects = {vote.verifier for vote in verdicts if not vote.accepted and vote.verifier in voters}
+    return len(accepts - rejects), len(rejects)
+
+
+def is_refused(federation: Federation, verdicts: Sequence[VerdictKey]) -> bool:
+    """Whether so many have refused a submission that it cannot be accepted any more."""
+    return count_votes(federation, verdicts)[1] > len(federation.verifiers) - federation.num_verdicts
+
+
 def sign_again(
     federation: Federation, identity: Identity, key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey]
 ) -> list[str]:
