@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def make_data(out: Path, pictures: int, kind: str) -> tuple[Path, Path]:
         chosen = [example for example in examples if (kind in example.caption.split()) == own]
         samples = ((f"{i:06d}", png_of(example.image), example.caption) for i, example in enumerate(chosen))
         tar = out / f"{folder.name}.tar"
-        write_whole(tar, lambda path, samples=samples: write_samples(path, samples))
+        write_whole(tar, partial(write_samples, samples=samples))
         prepare(Source(str(tar)), folder, PrepareSettings(SIZE, codec, near_duplicates="keep", license=LICENSE), 0,
                 progress=False)  # fmt: skip
         if own:
@@ -105,12 +106,14 @@ def measure(model: Path, prompts: dict[str, list[str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, texts in prompts.items():
         made = pipe(texts, seed=list(range(len(texts))), output_type="latent", batch_size=BATCH, progress=False)
-        images = np.concatenate([bytes_of(pipe.render(part, "pt")) for part in made.images.split(BATCH)])
+        latents = made.images
+        assert isinstance(latents, torch.Tensor)
+        images = np.concatenate([bytes_of(pipe.render(part, "pt")) for part in latents.split(BATCH)])
         led = [trace.shares[-1] for trace in made.trace]
         found[name] = {
             "right": float(np.mean(are_right(images, texts))),
             "led by the last expert": float(np.mean(led)),
-            "latents": hashlib.sha256(made.images.numpy().tobytes()).hexdigest(),
+            "latents": hashlib.sha256(latents.numpy().tobytes()).hexdigest(),
         }
     return found
 
