@@ -42,6 +42,7 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import write_json, write_whole
 
 BATCH = 100
+NUM_OTHERS, NUM_NEW, NUM_UNSEEN = 200, 100, 40  # prompts
 NEW_STEPS = 400  # of the new expert: one kind is learned sooner than a cluster of several
 
 
@@ -86,17 +87,15 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
     return [*parts, router], added
 
 
-def prompts_of(old: Path, new: Path, kind: str, plan: Plan) -> dict[str, list[str]]:
+def prompts_of(old: Path, new: Path, kind: str) -> dict[str, list[str]]:
     """Returns captions of the kind and of all others, seen in training; and combinations that nobody has seen."""
     rng, chosen = np.random.default_rng(0), {}
-    for name, data, num in (("others", old, plan.prompts), ("new kind", new, plan.prompts_heldout)):
+    for name, data, num in (("others", old, NUM_OTHERS), ("new kind", new, NUM_NEW)):
         captions = sorted(set(Dataset.open(data).strings("caption")))
         chosen[name] = [captions[i] for i in rng.choice(len(captions), min(num, len(captions)), replace=False)]
-    unseen = dict.fromkeys(
-        example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only")
-    )
+    unseen = dict.fromkeys(example.caption for example in make("avatars", 4000, SIZE, seed=1, heldout="only"))
     for name, own in (("others, unseen", False), ("new kind, unseen", True)):
-        chosen[name] = [text for text in unseen if (kind in text.split()) == own][: plan.prompts_heldout // 2]
+        chosen[name] = [text for text in unseen if (kind in text.split()) == own][:NUM_UNSEEN]
     return chosen
 
 
@@ -131,7 +130,7 @@ def main() -> None:
     parts, added = plan_parts(out, old, new, plan, options.seed)
     train([ModelNode(out / "before", old, tuple(parts)), ModelNode(out / "with", old, (added,))], Local("cpu"))
     *experts, router = (part.folder for part in parts)
-    prompts = prompts_of(old, new, options.kind, plan)
+    prompts = prompts_of(old, new, options.kind)
     models = {
         "before": ([*experts], router),
         "with it": ([*experts, added.folder], router),
