@@ -93,7 +93,7 @@ def prompts_of(old: Path, new: Path, kind: str) -> dict[str, list[str]]:
     for name, data, num in (("others", old, NUM_OTHERS), ("new kind", new, NUM_NEW)):
         captions = sorted(set(Dataset.open(data).strings("caption")))
         chosen[name] = [captions[i] for i in rng.choice(len(captions), min(num, len(captions)), replace=False)]
-    unseen = dict.fromkeys(example.caption for example in make("avatars", 4000, SIZE, seed=1, heldout="only"))
+    unseen = dict.fromkeys(example.caption for example in make("avatars", 400, SIZE, seed=1, heldout="only"))
     for name, own in (("others, unseen", False), ("new kind, unseen", True)):
         chosen[name] = [text for text in unseen if (kind in text.split()) == own][:NUM_UNSEEN]
     return chosen
