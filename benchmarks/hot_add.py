@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.storage import write_json, write_whole
 
 BATCH = 100
+NUM_OTHERS, NUM_NEW, NUM_UNSEEN = 200, 100, 40  # prompts
 NEW_STEPS = 400  # of the new expert: one kind is learned sooner than a cluster of several
 
 
@@ -54,7 +56,7 @@ def make_data(out: Path, pictures: int, kind: str) -> tuple[Path, Path]:
         chosen = [example for example in examples if (kind in example.caption.split()) == own]
         samples = ((f"{i:06d}", png_of(example.image), example.caption) for i, example in enumerate(chosen))
         tar = out / f"{folder.name}.tar"
-        write_whole(tar, lambda path, samples=samples: write_samples(path, samples))
+        write_whole(tar, partial(write_samples, samples=samples))
         prepare(Source(str(tar)), folder, PrepareSettings(SIZE, codec, near_duplicates="keep", license=LICENSE), 0,
                 progress=False)  # fmt: skip
         if own:
@@ -85,17 +87,15 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
     return [*parts, router], added
 
 
-def prompts_of(old: Path, new: Path, kind: str, plan: Plan) -> dict[str, list[str]]:
+def prompts_of(old: Path, new: Path, kind: str) -> dict[str, list[str]]:
     """Returns captions of the kind and of all others, seen in training; and combinations that nobody has seen."""
     rng, chosen = np.random.default_rng(0), {}
-    for name, data, num in (("others", old, plan.prompts), ("new kind", new, plan.prompts_heldout)):
+    for name, data, num in (("others", old, NUM_OTHERS), ("new kind", new, NUM_NEW)):
         captions = sorted(set(Dataset.open(data).strings("caption")))
         chosen[name] = [captions[i] for i in rng.choice(len(captions), min(num, len(captions)), replace=False)]
-    unseen = dict.fromkeys(
-        example.caption for example in make("avatars", 20 * plan.prompts, SIZE, seed=1, heldout="only")
-    )
+    unseen = dict.fromkeys(example.caption for example in make("avatars", 400, SIZE, seed=1, heldout="only"))
     for name, own in (("others, unseen", False), ("new kind, unseen", True)):
-        chosen[name] = [text for text in unseen if (kind in text.split()) == own][: plan.prompts_heldout // 2]
+        chosen[name] = [text for text in unseen if (kind in text.split()) == own][:NUM_UNSEEN]
     return chosen
 
 
@@ -105,12 +105,14 @@ def measure(model: Path, prompts: dict[str, list[str]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, texts in prompts.items():
         made = pipe(texts, seed=list(range(len(texts))), output_type="latent", batch_size=BATCH, progress=False)
-        images = np.concatenate([bytes_of(pipe.render(part, "pt")) for part in made.images.split(BATCH)])
+        latents = made.images
+        assert isinstance(latents, torch.Tensor)
+        images = np.concatenate([bytes_of(pipe.render(part, "pt")) for part in latents.split(BATCH)])
         led = [trace.shares[-1] for trace in made.trace]
         found[name] = {
             "right": float(np.mean(are_right(images, texts))),
             "led by the last expert": float(np.mean(led)),
-            "latents": hashlib.sha256(made.images.numpy().tobytes()).hexdigest(),
+            "latents": hashlib.sha256(latents.numpy().tobytes()).hexdigest(),
         }
     return found
 
@@ -128,7 +130,7 @@ def main() -> None:
     parts, added = plan_parts(out, old, new, plan, options.seed)
     train([ModelNode(out / "before", old, tuple(parts)), ModelNode(out / "with", old, (added,))], Local("cpu"))
     *experts, router = (part.folder for part in parts)
-    prompts = prompts_of(old, new, options.kind, plan)
+    prompts = prompts_of(old, new, options.kind)
     models = {
         "before": ([*experts], router),
         "with it": ([*experts, added.folder], router),

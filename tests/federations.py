@@ -21,7 +21,16 @@ from atoll.partition.partition import partition
 from atoll.training.settings import ExpertSettings
 
 SETTINGS = ExpertSettings(model="8x1/4", steps=4, batch=8, log_every=2, eval_every=100, sample_every=0, warmup=1)
-GATE = Gate(segment_steps=2, segments=1, held_out=8, levels=2, baseline_margin=100, present_margin=100, copy_distance=0)
+GATE = Gate(
+    segment_steps=2,
+    segments=1,
+    held_out=8,
+    levels=2,
+    baseline_margin=100,
+    present_margin=100,
+    copy_distance=0,
+    samples=0,
+)
 TRAINING = {"model": "8x1/4", "steps": 4, "batch": 8, "log_every": 2, "eval_every": 100, "warmup": 1}
 GOOD = Judgement(accepted=True, reason="it is good", figures={})
 

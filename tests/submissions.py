@@ -31,7 +31,7 @@ SETTINGS = ExpertSettings(
     "xs/1", objective="ddpm-min-snr", steps=120, batch=16, lr=4e-3, save_every=20, keep_every=20, eval_every=1000,
     sample_every=0,
 )  # fmt: skip
-GATE = Gate(held_out=384, levels=6, baseline_margin=0.3, segments=1, segment_steps=20)
+GATE = Gate(held_out=384, levels=6, baseline_margin=0.3, samples=0, segments=1, segment_steps=20)
 EVALUATED = 256
 FILES = ("config.json", "model.safetensors", "calibration.safetensors", "run.json")
 

@@ -227,6 +227,8 @@ class TestRefused:
     def test_a_cluster_the_router_does_not_know(self, data, mine, tmp_path):
         edit(mine / "expert_2", "data", "cluster", value=7)
         sentence = "expert_2 is of cluster 7, but the router .* knows the clusters 0 to 2"
+        self.refused("there is no expert of cluster 2, 3, 4, 5, 6", tmp_path, [mine], None, data)
+        edit(mine / "expert_2", "calibration", value=None)  # nothing to join by
         self.refused(sentence, tmp_path, [mine], None, data)
 
     def test_a_monolith_among_experts(self, data, mine, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from atoll.errors import InputError
 from atoll.federation import judge as module
 from atoll.federation.gate import Gate, Limits
 from atoll.federation.judge import Judgement, judge, judge_here
-from atoll.federation.quality import QualityError, check_quality
+from atoll.federation.quality import QualityError, check_quality, check_samples
 from atoll.networks.expert import Expert
 from atoll.training import expert as expert_module
 from atoll.training.expert import ExpertTask
@@ -250,6 +251,17 @@ class TestQuality:
         stolen = submit(data.with_name("run_1"), tmp_path / "submission")
         relabel(stolen, data, 0)
         refused(stolen, data, "redone, lead elsewhere", gate=GATE.model_copy(update={"baseline_margin": 99.0}))
+
+    def test_samples_with_it_and_without_it(self, data, task, tmp_path):
+        gate, own, other = GATE.model_copy(update={"samples": 24}), data.with_name("run_0"), data.with_name("run_1")
+        scores = check_samples(own, None, [other], 0, task, gate)
+        assert scores["with"] < scores["without"]
+        assert check_samples(own, own, [other], 0, task, gate)["without"] == scores["with"]
+        spoiled = Path(shutil.copytree(own, tmp_path / "spoiled", ignore=shutil.ignore_patterns("state")))
+        edit_weights(spoiled, lambda tensor: tensor + 0.1 if tensor.dim() > 1 else tensor)
+        with pytest.raises(InputError, match="are worse with it than without"):
+            check_samples(spoiled, own, [other], 0, task, gate)
+        assert "without" not in check_samples(own, None, [], 0, task, gate)  # there is nothing to compare with
 
     def test_private_data_are_judged_without_replay(self, data, tmp_path):
         theirs = submit(data.with_name("run_0"), tmp_path / "submission")

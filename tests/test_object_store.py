@@ -212,3 +212,21 @@ def test_a_listing_that_leaves_the_prefix(monkeypatch):
         use_server(monkeypatch, endpoint)
         with pytest.raises(InputError, match="s3://lake/x cannot be read or written|is no key"):
             open_store("s3://lake/x", retry_for=1).list()
+
+
+def test_a_listing_that_was_cut_short_is_asked_for_again(monkeypatch):
+    import obstore
+    from obstore.exceptions import GenericError
+
+    store = open_store("memory://cut-short")
+    store.put("a/b", b"1")
+    original, failures = obstore.list, iter(range(3))
+
+    def cut_short(*arguments, **options):
+        if next(failures, None) is not None:
+            raise GenericError("end of file")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(obstore, "list", cut_short)
+    assert store.list("a") == [("a/b", 1)]
+    assert store.list_modified("a").keys() == {"a/b"}

@@ -186,7 +186,8 @@ def test_on_another_kind_of_cpu(submission, data, capability):
     program = f"""
 import json, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_replay import *
+from pathlib import Path
+from test_replay import parts_of, replay_of
 replay, parts = replay_of(Path({str(data)!r})), parts_of(Path({str(submission)!r}))
 print(json.dumps([max(replay.redo(part).values()) for part in parts]))
 """

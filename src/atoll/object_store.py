@@ -13,15 +13,16 @@ import fcntl
 import io
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path, PosixPath
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from atoll.errors import InputError, StoreError, printable, shown
@@ -33,7 +34,9 @@ SCHEMES = ("s3", "gs", "az", "file", "memory")
 MAX_OBJECT = 64 << 20  # bytes that `get` returns unless told otherwise
 PART = 8 << 20  # bytes per request: of this size, one takes no longer than the timeout even on a slow line
 NUM_RETRIES = 100  # at most; what ends them is the time
+NUM_ANSWERS = 8  # that are cut short, one after the other, until it is an error
 model_finders: list[Callable[[str | Path, str | None], Path | None]] = []  # (place, revision) -> a local folder
+NONSENSE = "its answer makes no sense"
 _memory: dict[str, Any] = {}  # the stores of memory://NAME, for the life of the process
 
 
@@ -76,6 +79,27 @@ _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
 
 class TooLargeError(InputError):
     """An object that is larger than what it is to be may be."""
+
+
+class NonsenseError(StoreError):
+    """An answer that cannot be read, such as one that was cut short on its way."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _again(method: F) -> F:
+    """Tries a request again whose answer was cut short: of listings and deletions obstore does not do so itself."""
+
+    @wraps(method)
+    def call(*arguments: Any) -> Any:
+        for attempt in range(NUM_ANSWERS):
+            with suppress(*[NonsenseError] * (attempt < NUM_ANSWERS - 1)):
+                return method(*arguments)
+            time.sleep(0.1 * 2**attempt)
+        raise AssertionError
+
+    return cast(F, call)
 
 
 @dataclass(frozen=True)
@@ -168,6 +192,7 @@ class Store:
                 return False
         return True
 
+    @_again
     def list_folder(self, prefix: str = "") -> tuple[list[str], dict[str, int]]:
         """Returns the names of the folders right below a prefix, and those of the objects with their sizes, sorted."""
         with self._request(prefix, everything=not prefix) as store:
@@ -179,6 +204,7 @@ class Store:
         objects = {name: size for name, size in sorted(names.items()) if name and name not in folders}
         return folders, {check_key(name): size for name, size in objects.items()}
 
+    @_again
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Returns the key and size of each object below a prefix, in order of keys."""
         found: list[tuple[str, int]] = []
@@ -188,6 +214,7 @@ class Store:
         folders = {key[:i] for key, _ in found for i, letter in enumerate(key) if letter == "/"}
         return sorted((key, size) for key, size in found if key not in folders)
 
+    @_again
     def list_modified(self, prefix: str) -> dict[str, float]:
         """Returns when each object below a prefix was written, by the store's own clock, in seconds since 1970."""
         with self._request(prefix) as store:
@@ -218,6 +245,7 @@ class Store:
         with self._request(key) as store:
             _obstore().copy(store, key, to)
 
+    @_again
     def delete(self, key: str) -> None:
         """Removes an object; one that is not there is no error."""
         with self._request(key) as store:
@@ -287,7 +315,8 @@ class Store:
             raise StoreError(f"{place} was replaced while it was read: start again") from None
         except (errors.BaseError, OSError, NotImplementedError) as error:
             # Not `from error`: its text holds the server's answer.
-            raise StoreError(f"{place} cannot be read or written ({_reason(error)}): check the server") from None
+            kind = NonsenseError if (reason := _reason(error)) == NONSENSE else StoreError
+            raise kind(f"{place} cannot be read or written ({reason}): check the server") from None
 
 
 def _reason(error: Exception) -> str:
@@ -302,7 +331,7 @@ def _reason(error: Exception) -> str:
     if "kind: Connect" in text:
         return "the server refuses the connection" if "ConnectionRefused" in text else "no connection"
     code = re.search(r"<Code>(\w{1,40})</Code>", text)
-    return f"the server answers {code[1]}" if code else "its answer makes no sense"
+    return f"the server answers {code[1]}" if code else NONSENSE
 
 
 class StorePath(PosixPath):

@@ -36,7 +36,7 @@ def sample(
       atoll sample model --prompts prompts.txt --max-resident 1
 
     Args:
-        model: A folder that `atoll assemble` has made, or a hub id.
+        model: A folder that `atoll assemble` has made, a hub id, or the URL or folder of a federation.
         settings: How images are made.
         prompt: What to make images of; - reads prompts from the standard input, one per line.
         prompts: A text file with one prompt per line; - for the standard input.

@@ -44,7 +44,8 @@ def serve(
       atoll serve /shared/model --engine ray --replicas 4
 
     Args:
-        model: Folders that `atoll assemble` has made, or hub ids, each also as NAME=FOLDER; the first is the default.
+        model: Folders that `atoll assemble` has made, hub ids or URLs of federations, each also as NAME=FOLDER; the
+            first is the default.
         limits: How much is done at a time.
         port: Where to listen; 0 takes any that is free.
         host: The address to listen on; by default only this machine can ask.

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from atoll.federation.keys import Identity
 from atoll.federation.lease import Holding, claim
 from atoll.federation.roles import Federation
 from atoll.federation.submission import check_license, list_submissions, submit
+from atoll.federation.verify import is_refused, list_verdicts
 from atoll.storage import read_json
 from atoll.training.checkpoint import saved
 from atoll.training.expert import train_expert
@@ -71,7 +71,7 @@ def contribute(
             return lines
         key = submit(
             federation, identity, number, out, license=license or charter.license, held=holding.lease.held,
-            private=data is not None, now=datetime.now(UTC).isoformat(timespec="seconds"),
+            private=data is not None,
         )  # fmt: skip
     _release(holding, out)
     return [
@@ -121,9 +121,10 @@ def run_name(settings: ExpertSettings, owner: Identity | None) -> str:
 
 
 def wanted_slots(federation: Federation) -> list[int]:
-    """Returns the slots that lack an expert and a submission, those of others' own images left out; in random order."""
-    submitted = {key.slot for key in list_submissions(federation.store)}
-    numbers = [slot.number for slot in federation.charter.slots if slot.number not in submitted]
+    """Returns the charter's slots that have neither an expert nor a submission that may become one, in random order."""
+    verdicts = list_verdicts(federation.store)
+    open_ = {key.slot for key in list_submissions(federation.store) if not is_refused(federation, verdicts[key])}
+    numbers = [slot.number for slot in federation.charter.slots if slot.number not in open_]
     accepted = federation.experts(numbers)
     wanted = [number for number in numbers if number not in accepted]
     random.shuffle(wanted)  # so that contributors who start together do not all try the same

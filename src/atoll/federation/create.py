@@ -216,6 +216,8 @@ def open_slot(federation: Federation, identity: Identity, card: DatasetCard) -> 
                 return slots[number]
             continue
         slot = Slot(number=number, name=card.source.name[:80], images=card.counts.train, author=identity.person)
-        if federation.store.create(f"slots/{number:04d}.json", seal(slot, identity)):
+        content, key = seal(slot, identity), f"slots/{number:04d}.json"
+        store = federation.store
+        if store.create(key, content) or (store.head(key)[0] == len(content) and store.get(key) == content):
             return slot
     raise InputError(f"{federation.place} has no number left for another slot")

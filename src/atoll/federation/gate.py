@@ -26,6 +26,8 @@ class Gate(Card):
     levels: Annotated[int, Field(ge=1, le=1000)] = 12  # equal parts of the noise times
     baseline_margin: Margin = 0.0  # by how much the error may exceed the baseline's, at any level
     present_margin: Margin = 0.1  # by how much it may exceed that of the present expert, at any level
+    samples: Annotated[int, Field(ge=0, le=10_000)] = 32  # captions of which two images each are made; 0: none
+    sample_margin: Margin = 0.02  # by how much the ensemble's score with it may exceed that without it
     copy_distance: Margin = 0.2  # nearer to another's weights, in lengths of its own update, it is a copy
 
     segments: Num = 3  # that are redone; 0: none

@@ -204,7 +204,9 @@ def judge_here(
     folder = Path(submission)
     dataset = Dataset.open(data, slot if like is None else like)
     ours = ExpertTask(dataset, ExpertSettings(model="8x1", sample_every=0), torch.device("cpu"))
-    current = None if present is None else Expert.load(present)
+    current = None if present is None else Path(present)
+    for own in filter(None, (current, *map(Path, others))):
+        Expert.load(own)  # what is wrong with it is not the submission's fault
     figures: dict[str, Any] = {}
     try:
         with torch.random.fork_rng(devices=[]):
@@ -222,13 +224,14 @@ def judge_here(
 
 
 def _judge(
-    folder: Path, slot: int, gate: Gate, ours: "ExpertTask", present: "Expert | None", others: Sequence[Path],
+    folder: Path, slot: int, gate: Gate, ours: "ExpertTask", present: Path | None, others: Sequence[Path],
     seed: int, private: bool, measures: bool, figures: dict[str, Any],
 ) -> None:  # fmt: skip
     """Raises InputError with what is wrong; `figures` get what was measured until then."""
-    from atoll.federation.quality import check_quality
+    from atoll.federation.quality import check_quality, check_samples
     from atoll.federation.replay import Replay, choose, describe, for_replay, segments_of
     from atoll.federation.static import CHECKPOINTS, check_expert, check_files
+    from atoll.networks.expert import Expert
 
     sizes = check_files(folder, gate)
     expert, static = check_expert(folder, slot, gate, ours.view, private)
@@ -240,7 +243,10 @@ def _judge(
     if task is not None:
         _check_claims(folder, expert, task, settings, segments[-1].end)
     if measures:
-        figures["quality"] = check_quality(expert, present, ours, gate)
+        current = None if present is None else Expert.load(present)
+        figures["quality"] = check_quality(expert, current, ours, gate)
+    if measures and gate.samples:
+        figures["samples"] = check_samples(folder, present, others, slot, ours, gate)
     if task is None or not gate.segments:
         return
     figures["replay"] = {"seed": seed, "of": len(segments), "segments": []}

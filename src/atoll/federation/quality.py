@@ -5,22 +5,30 @@ baseline is what captions alone allow: the posterior mean of a Gaussian around t
 variance that is left around it. That is the caption's mean at pure noise, and the plain image where there is none.
 """
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.cards import ExpertCard
+from atoll.diffusion.solvers import uniform_times
 from atoll.errors import InputError
 from atoll.federation.gate import Gate
 from atoll.networks.expert import Expert
 from atoll.networks.text_prior import TextPrior
-from atoll.sampling.expert import VelocityExpert
+from atoll.sampling.assemble import router_from_cards
+from atoll.sampling.ensemble import Ensemble, generate
+from atoll.sampling.expert import EncodedTexts, Prompts, VelocityExpert
 from atoll.training.expert import ExpertTask
 from atoll.training.held_out import held_out_batches, means_by_bin
 from atoll.training.task import on_linear_path
 
 FOR_VARIANCE = 2048  # rows of training
+SAMPLE_STEPS = 10
 Velocity = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(x, t, tokens, mask) -> dx/dt."""
 
@@ -94,6 +102,56 @@ def check_quality(expert: Expert, present: Expert | None, task: ExpertTask, gate
                 errors,
             )
     return _rounded(errors)
+
+
+@torch.no_grad()
+def energy_score(ensemble: Ensemble, task: ExpertTask, num: int) -> float:
+    """Returns E|made - real| - E|made - made'| / 2 over held-out captions: the lower, the nearer to their images.
+
+    It is a proper score: on average nothing has a lower one than the captions' own distribution of images, neither
+    their mean nor a sharper one. So there is no guidance.
+    """
+    rows = np.resize(task.view.evaluation_rows(num), num)
+    prompts = Prompts.of(EncodedTexts.of(task.text, task.view.tokens(rows, task.text)))
+    times = uniform_times(SAMPLE_STEPS)
+    one, other = (generate(ensemble, prompts, range(k * num, (k + 1) * num), times=times) for k in range(2))
+    real = task.view.latents(rows)
+
+    def distance(some: Tensor, others: Tensor) -> float:
+        return float((some - others).double().flatten(1).norm(dim=1).mean())
+
+    return (distance(one, real) + distance(other, real)) / 2 - distance(one, other) / 2
+
+
+def check_samples(
+    folder: Path, present: Path | None, others: Sequence[Path], slot: int, task: ExpertTask, gate: Gate
+) -> dict[str, float]:
+    """Returns the scores of the ensemble with an expert and without it, or with the present one, if they pass the gate.
+
+    The ensemble is that of the others' experts, routed by their cards.
+    """
+    by_slot = {ExpertCard.read(other).cluster: other for other in others}
+    slots = {number: own for number, own in by_slot.items() if number is not None and number != slot}
+    without = slots if present is None else {**slots, slot: present}
+    scores = {
+        name: energy_score(_ensemble_of(members), task, gate.samples)
+        for name, members in (("with", {**slots, slot: folder}), ("without", without))
+        if members
+    }
+    scores = {name: float(f"{score:.4g}") for name, score in scores.items()}
+    if "without" in scores and not scores["with"] <= (1 + gate.sample_margin) * scores["without"]:
+        raise InputError(
+            f"samples of the slot's captions are worse with it than without: their score is {scores['with']:.4g}, "
+            f"against {scores['without']:.4g}, and the gate allows {1 + gate.sample_margin:.3g} times that"
+        )
+    return scores
+
+
+def _ensemble_of(members: Mapping[int, Path]) -> Ensemble:
+    folders = [members.get(k) for k in range(max(members) + 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of slots that have no expert yet
+        return Ensemble.open(folders, router_from_cards(folders))
 
 
 class QualityError(InputError):

@@ -7,11 +7,10 @@ from typing import Any
 
 from atoll.cards import INDEX, ModelIndex, hash_of
 from atoll.errors import InputError, printable
-from atoll.federation.charter import Blob, Charter
+from atoll.federation.charter import Charter
 from atoll.federation.create import data_folder
 from atoll.federation.roles import Accepted, Federation, is_federation
-from atoll.federation.submission import Key, check_submission
-from atoll.federation.verify import download_expert
+from atoll.federation.verify import fetch_expert
 from atoll.sampling.assemble import assemble
 from atoll.sampling.model_card import cell
 from atoll.storage import write_text
@@ -56,14 +55,6 @@ def build_model(federation: Federation) -> Path:
     index = assemble(folders, router, out, encoders, allow_missing=True, from_cards=router is None)
     write_text(out / CREDITS, credits_page(charter, accepted, index))
     return out
-
-
-def fetch_expert(federation: Federation, entry: Accepted) -> Path:
-    """Returns the folder of an accepted expert; its manifest is what verifiers have signed, byte for byte."""
-    folder = federation.cache / "experts" / entry.submission[:24]
-    path = federation.fetch(f"submissions/{entry.slot:04d}.json", Blob(sha256=entry.submission, size=entry.size))
-    submission = check_submission(federation, path.read_bytes(), Key(entry.submission, entry.slot))
-    return download_expert(federation, submission, folder)
 
 
 def credits_page(charter: Charter, accepted: Mapping[int, Accepted], index: ModelIndex, shares: Any = None) -> str:

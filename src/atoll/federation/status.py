@@ -17,7 +17,7 @@ from atoll.federation.charter import Charter, Slot
 from atoll.federation.lease import Lease, clock
 from atoll.federation.roles import NUM_REQUESTS, Accepted, Federation
 from atoll.federation.submission import Key, list_submissions
-from atoll.federation.verify import Verdict, VerdictKey, list_verdicts, read_verdict
+from atoll.federation.verify import Verdict, count_votes, is_refused, list_verdicts, read_verdict
 
 MOST_READ = 1000  # leases
 MOST_VERDICTS = 20  # refusals whose reason is shown
@@ -67,21 +67,19 @@ def read_status(federation: Federation) -> Status:
     by_slot: dict[int, list[Key]] = defaultdict(list)
     for key in submissions:
         by_slot[key.slot].append(key)
-    voters = {key[:16] for key in federation.verifiers}
 
     def describe(slot: Slot) -> SlotStatus:
         number = slot.number
         expert, lease = experts.get(number), leases.get(number)
         known = () if expert is None else (expert.submission, *expert.previous)
-        votes = {key: _votes(verdicts[key], voters) for key in by_slot[number] if key.id not in known}
-        settled = len(voters) - federation.num_verdicts  # more refusals than that, and it cannot be accepted
-        pending = {key: vote for key, vote in votes.items() if vote[1] <= settled}
+        votes = {key: verdicts[key] for key in by_slot[number] if key.id not in known}
+        pending = [count_votes(federation, own) for own in votes.values() if not is_refused(federation, own)]
         active = lease is not None and not lease.released and beats[number] <= charter.lease
         state = (
             "revoked" if number in federation.revoked else "accepted" if expert is not None
             else "pending" if pending else "training" if active else "refused" if votes else "wanted"
         )  # fmt: skip
-        best = max(pending.values(), default=(0, 0))
+        best = max(pending, default=(0, 0))
         return SlotStatus(
             slot, state, lease if active else None, beats.get(number, 0.0), expert, len(pending), best[0],
             len(votes) - len(pending),
@@ -107,13 +105,6 @@ def _leases(federation: Federation, slots: dict[int, Slot]) -> tuple[dict[int, L
         now = clock(store) if latest else now
     leases = _parallel(latest, lambda number: Lease.read(store, number)[0])
     return {n: lease for n, lease in leases.items() if lease is not None}, {n: now - names[n] for n in names}
-
-
-def _votes(verdicts: list[VerdictKey], voters: set[str]) -> tuple[int, int]:
-    """Returns how many verifiers have accepted and refused, each counted once, by the names of their verdicts."""
-    accepts = {vote.verifier for vote in verdicts if vote.accepted and vote.verifier in voters}
-    rejects = {vote.verifier for vote in verdicts if not vote.accepted and vote.verifier in voters}
-    return len(accepts - rejects), len(rejects)
 
 
 def _parallel(keys: list[K], read: Callable[[K], V]) -> dict[K, V]:

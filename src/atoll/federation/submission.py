@@ -5,7 +5,8 @@ STORE/blobs/SHA256.NAME          the files that it lists
 STORE/authors/SHA256.json        who was the first to claim these weights, before anyone could see them
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -44,7 +45,7 @@ class Submission(Card):
     steps: Count
     samples: Count
     private: bool = False  # trained on images that only the author has
-    submitted: str  # a date, by the author's clock
+    submitted: str  # when training ended, by the author's clock
     files: Files
 
 
@@ -72,21 +73,27 @@ def blob_key(name: str, blob: Blob) -> str:
     return f"blobs/{blob.sha256}.{name.rpartition('/')[2]}"
 
 
-def upload(store: Store, files: Iterable[tuple[str, Path]], what: str) -> Files:
-    """Uploads files as blobs, those that are not there yet, with a bar; returns what they are."""
-    blobs = {name: (path, Blob(sha256=digest_of(path), size=size_of(path))) for name, path in files}
+def describe(files: Iterable[tuple[str, Path]]) -> Files:
+    """Returns what files are."""
+    return {name: Blob(sha256=digest_of(path), size=size_of(path)) for name, path in files}
+
+
+def upload(store: Store, files: Sequence[tuple[str, Path]], what: str, again: bool = False) -> Files:
+    """Uploads files as blobs, those that are not there yet or all `again`, with a bar; returns what they are."""
+    found = describe(files)
+    blobs = {name: (path, found[name]) for name, path in files}
     total = sum(blob.size for _, blob in blobs.values())
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=1) as bar:
         for name, (path, blob) in blobs.items():
             key = blob_key(name, blob)
             try:
-                is_there = store.head(key)[0] == blob.size
+                is_there = not again and store.head(key)[0] == blob.size
             except FileNotFoundError:
                 is_there = False
             if not is_there:
                 store.put_file(key, path)
             bar.update(blob.size)
-    return {name: blob for name, (_, blob) in blobs.items()}
+    return found
 
 
 def files_of(folder: Path) -> list[tuple[str, Path]]:
@@ -107,9 +114,11 @@ def submit(
     license: str,
     held: list[Held],
     private: bool,
-    now: str,
 ) -> Key:
-    """Uploads an expert with its checkpoints and signs for it; a submission that is there already stays as it is."""
+    """Uploads an expert with its checkpoints and signs for it. The same expert is the same submission.
+
+    One that is there already is uploaded again, should somebody have damaged its files.
+    """
     card = ExpertCard.read(folder)
     training = card.training or {}
     settings = training.get("settings", {})
@@ -122,16 +131,19 @@ def submit(
             f"{folder / WEIGHTS} is the expert that {author.name} ({author.key[:8]}) has submitted before: "
             "training is deterministic, so train with another --seed to make one of your own"
         )
-    files = upload(store, paths, "submit")
+    files = describe(paths)
+    finished = datetime.fromtimestamp((folder / CONFIG).stat().st_mtime, UTC)
     submission = Submission(
         federation=file_digest(federation.fingerprint.encode()), slot=slot, author=identity.person, contributors=held,
         license=license, objective=str(settings.get("objective")), model=str(settings.get("model")),
-        steps=int(training.get("steps", 0)), samples=int(training.get("samples", 0)), private=private, submitted=now,
+        steps=int(training.get("steps", 0)), samples=int(training.get("samples", 0)), private=private,
+        submitted=finished.isoformat(timespec="seconds"),
         files=files,
     )  # fmt: skip
     content = seal(submission, identity)
     key = Key(file_digest(content), slot)
-    store.create(str(key), content)
+    upload(store, paths, "submit", again=store.exists(str(key)))
+    store.put(str(key), content)
     return key
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from atoll.cards import Card, Count
 from atoll.errors import InputError, StoreError, printable
+from atoll.federation.charter import Blob
 from atoll.federation.create import data_folder
 from atoll.federation.credits import training_flops
 from atoll.federation.gate import Limits
@@ -25,6 +26,7 @@ from atoll.federation.submission import (
     Submission,
     author_of,
     check_license,
+    check_submission,
     list_submissions,
     read_submission,
     summary,
@@ -32,6 +34,7 @@ from atoll.federation.submission import (
 from atoll.networks.stored import WEIGHTS
 from atoll.object_store import Store
 
+MOST_OTHERS = 8  # experts of other slots that a submission is judged beside
 NONE = "0" * 16  # in the place of the present expert where there is none
 
 
@@ -134,6 +137,19 @@ def is_pending(key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey
     return all(verdict.accepted and verdict.present != base for verdict in own)
 
 
+def count_votes(federation: Federation, verdicts: Sequence[VerdictKey]) -> tuple[int, int]:
+    """Returns how many verifiers have accepted and refused, each counted once, by the names of their verdicts."""
+    voters = {key[:16] for key in federation.verifiers}
+    accepts = {vote.verifier for vote in verdicts if vote.accepted and vote.verifier in voters}
+    rejects = {vote.verifier for vote in verdicts if not vote.accepted and vote.verifier in voters}
+    return len(accepts - rejects), len(rejects)
+
+
+def is_refused(federation: Federation, verdicts: Sequence[VerdictKey]) -> bool:
+    """Whether so many have refused a submission that it cannot be accepted any more."""
+    return count_votes(federation, verdicts)[1] > len(federation.verifiers) - federation.num_verdicts
+
+
 def sign_again(
     federation: Federation, identity: Identity, key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey]
 ) -> list[str]:
@@ -203,11 +219,10 @@ def _judge(
         folder = download_expert(federation, submission, Path(place) / "submission", checkpoints=True)
         unseen = slot.is_private  # then any other slot says what latents and texts are
         data = data_folder(federation, federation.charter.slots[0] if unseen else slot)
-        before, others = None, []
-        if present is not None:
-            other = read_submission(federation, Key(present.submission, key.slot))
-            before = download_expert(federation, other, Path(place) / "the present expert")
-            others = [before] if other.author.key != submission.author.key else []
+        others = [fetch_expert(federation, entry) for entry in neighbours(federation, key.slot)]
+        before = None if present is None else fetch_expert(federation, present)
+        if before is not None and present is not None and present.about.get("author") != submission.author.key:
+            others.append(before)  # of which it must not be a copy
         try:
             judgement = judge(
                 folder, slot=key.slot, gate=federation.charter.gate, data=data, present=before, others=others,
@@ -224,6 +239,20 @@ def download_expert(federation: Federation, submission: Submission, folder: Path
     files = {name: blob for name, blob in submission.files.items() if checkpoints or not name.startswith(CHECKPOINTS)}
     federation.fetch_files(files, folder, f"download expert {submission.slot}")
     return folder
+
+
+def neighbours(federation: Federation, slot: int) -> list[Accepted]:
+    """Returns the accepted experts of some other slots: the ensemble that a new expert joins, for its samples."""
+    accepted = federation.experts(number for number in federation.slots() if number != slot)
+    return sorted(accepted.values(), key=lambda entry: abs(entry.slot - slot))[:MOST_OTHERS]
+
+
+def fetch_expert(federation: Federation, entry: Accepted) -> Path:
+    """Returns the folder of an accepted expert; its manifest is what verifiers have signed, byte for byte."""
+    folder = federation.cache / "experts" / entry.submission[:24]
+    path = federation.fetch(f"submissions/{entry.slot:04d}.json", Blob(sha256=entry.submission, size=entry.size))
+    submission = check_submission(federation, path.read_bytes(), Key(entry.submission, entry.slot))
+    return download_expert(federation, submission, folder)
 
 
 def roll_back(federation: Federation, identity: Identity, slot: int, to: str | None = None) -> str:
