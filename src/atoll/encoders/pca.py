@@ -117,9 +117,9 @@ class PatchPCA(Codec, Stored):
             refiner = fit_refiner(images, codec.encode(images), codec._decode, patch_size, long, progress=progress)
             weights = {f"refiner.{name}": tensor for name, tensor in refiner.state_dict().items()}
             weights |= codec.state_dict()
+            config = replace(config, refiner_width=WIDTH, refiner_blocks=BLOCKS, refiner_noise=NOISE, refiner_long=long)
             with torch.device("meta"):
-                about = {"width": WIDTH, "blocks": BLOCKS, "noise": NOISE, "long": long}
-                codec = cls(replace(config, **{f"refiner_{name}": value for name, value in about.items()}))
+                codec = cls(config)
             codec.load_state_dict(weights, assign=True)
         return codec.eval()
 
