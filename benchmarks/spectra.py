@@ -81,8 +81,8 @@ def main() -> None:
         for row in study.rows:
             if row.label.startswith(SHOWN):
                 one = Contender(row.label, row.model.folder, row.sampling)
-                images = evaluation._usual_images(one, evaluation.open(one), 0).load()
-                sets.setdefault(row.label, []).append(images)
+                pixels = evaluation._usual_images(one, evaluation.open(one), 0).load()
+                sets.setdefault(row.label, []).append(pixels)
     print(f"| | {' | '.join(HEADS)} | power over real, 8 rings from low to high frequency |")
     print("|---" * (len(HEADS) + 2) + "|")
     for name, images in sets.items():

@@ -161,7 +161,8 @@ class TestFigures:
         except InputError as error:
             pytest.skip(str(error))
         settings = replace(SETTINGS, metrics=("diversity",), num=6, varied=2, each=3)
-        judged = Evaluation(data, tmp_path, settings, progress=False).judge(Contender("ours", model, QUICK))
+        judged_one = Contender("ours", model, QUICK)
+        judged = Evaluation(data, tmp_path, settings, progress=False).judge(judged_one)
         per_prompt, overall = (judged["figures"][f"{key}/stlpips-alex"] for key in ("lpips_per_prompt", "lpips"))
         assert per_prompt["error_from"] == "prompts"
         one, other = pictures_in(tmp_path).values()
@@ -169,6 +170,10 @@ class TestFigures:
         means = [[distance.mean_over_pairs([tensor_of(rows[i : i + 3])]) for i in (0, 3)] for rows in (one, other)]
         assert per_prompt["value"] in [pytest.approx(np.mean(found)) for found in means]
         assert overall["value"] in [pytest.approx(distance.mean_over_pairs([tensor_of(rows)])) for rows in (one, other)]
+        few = Evaluation(data, tmp_path, replace(settings, paired=4), progress=False)
+        images = few._usual_images(Contender("ours", model, replace(QUICK, batch=3)), few.open(judged_one), 0)
+        among_four = few.suite.measure(images)["lpips/stlpips-alex"]["value"]  # of two batches, one of them in part
+        assert among_four == pytest.approx(distance.mean_over_pairs([tensor_of(images.load()[:4])]))
 
     def test_one_cluster(self, model, data, tmp_path):
         evaluation = Evaluation(

@@ -218,7 +218,7 @@ def _measure_node(out: Path, settings: MetricSettings, node: Node) -> Figures:
                    for one in (contender, other)],
     }))  # fmt: skip
     name = hash_of(key)[:32]
-    if kept := Snapshot.read(out / "figures", name, key):
+    if (kept := Snapshot.read(out / "figures", name, key)) and "images" in kept.arrays:
         return dict(kept.about), kept.arrays["images"]
     if contender:
         about, images = evaluation.judge(contender), evaluation.first_images(contender)

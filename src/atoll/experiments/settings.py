@@ -11,16 +11,8 @@ METRICS = ("frechet", "kernel", "coverage", "diversity", "clip", "accuracy", "la
 SPLITS = ("held_out", "train", "all")
 MOST_IMAGES = 10**6  # of one seed: the seeds of their noise are counted in these
 MOST_FOR_PAIRS = 10_000
-LEAST = {
-    "num": 2,
-    "paired": 2,
-    "seeds": 1,
-    "first_seed": 0,
-    "neighbours": 1,
-    "num_reference": 2,
-    "varied": 1,
-    "each": 2,
-}
+LEAST = {"first_seed": 0} | dict.fromkeys(("seeds", "neighbours", "varied"), 1)
+LEAST |= dict.fromkeys(("num", "paired", "num_reference", "each"), 2)
 
 
 @dataclass(frozen=True)
