@@ -38,6 +38,7 @@ ray = pytest.importorskip("ray")
 SCRIPT = "import json, sys; json.dump(dict(complete=True, steps_done=5), open(sys.argv[1], 'w'))"
 
 
+@pytest.mark.slow
 class TestShort:
     def test_jobs_and_functions(self, tmp_path):
         """All that a small cluster of one node does, in one test: it takes longer to start than to use."""

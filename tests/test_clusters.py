@@ -274,6 +274,7 @@ class TestCommandLine:
         assert "\x1b[2J" not in told.err.replace("\x1b[A", "")
         assert (tmp_path / "d" / "rejected.jsonl").read_text().rstrip("\n").isprintable()
 
+    @pytest.mark.slow
     def test_the_command_itself(self, tmp_path):
         """As installed: quick to help, and its progress is not in what it prints."""
         command = Path(sys.executable).parent / "atoll"

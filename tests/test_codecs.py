@@ -363,6 +363,7 @@ class TestVAE:
             assert path.stat().st_mode == (tmp_path / "new").stat().st_mode, path
         assert str(kl) not in (tmp_path / "vae" / "config.json").read_text()  # whose folder it was is nobody's business
 
+    @pytest.mark.slow
     def test_weights_are_not_mapped(self, broken):
         """Cutting the file short afterwards kills no process, and the weights stay what they were."""
         program = (

@@ -73,6 +73,7 @@ def first(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 class TestDemo:
     def test_a_line_a_stage(self, first):
         _, told = first

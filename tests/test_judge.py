@@ -273,6 +273,7 @@ class TestQuality:
 
 
 class TestProcess:
+    @pytest.mark.slow
     def test_accepts(self, submission, data, monkeypatch):
         monkeypatch.setattr(expert_module, "EVALUATED_AT_THE_END", 2048)  # as the other process does
         relabel(submission, data, 0)

@@ -246,9 +246,8 @@ class TestHeap:
         assert now["resident"] == 1000
 
 
-@pytest.mark.parametrize(
-    "options", [[], pytest.param(["--checkpointing"], marks=pytest.mark.slow)], ids=["plain", "checkpointing"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--checkpointing"]], ids=["plain", "checkpointing"])
 def test_a_training_process_takes_what_was_predicted(options, report):
     def ask(do):
         command = [sys.executable, str(BENCHMARK), "--do", do, "--case", "xs", "--steps", "10", *options]

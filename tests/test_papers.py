@@ -237,6 +237,7 @@ def test_lpips_is_that_of_torchmetrics(tmp_path, monkeypatch):
 
 
 @pytest.mark.bits
+@pytest.mark.slow
 def test_a_checkpoint_on_the_way_is_what_training_would_have_ended_with(digits, tmp_path):
     flags = ["--cluster", "all", "--model", "xs", "--batch", "4", "--keep-every", "2", "--save-every", "1",
              "--eval-every", "4", "--sample-every", "0", "--warmup", "1"]  # fmt: skip

@@ -75,6 +75,7 @@ def two(train, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(one, two, report):
     curves = losses(one)[:20], losses(two)
     assert len(curves[1]) == 20
@@ -91,6 +92,7 @@ def test_two_processes_are_one(one, two, report):
     )
 
 
+@pytest.mark.slow
 def test_one_process_resumes_two(train, one, two, tmp_path):
     shutil.copytree(two, tmp_path / "a")
     main([*train, "--steps", "30", "--sample-every", "0", "--out", str(tmp_path / "a")])

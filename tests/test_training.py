@@ -399,6 +399,7 @@ class TestRouter:
 
 
 class TestDistributed:
+    @pytest.mark.slow
     def test_two_processes_are_one_with_twice_the_batch(self, data, tmp_path, report):
         """Through accelerate on the CPU (gloo)."""
         pytest.importorskip("accelerate")
@@ -502,6 +503,7 @@ class TestCommand:
         assert "holds a Router: choose another --out" in capsys.readouterr().err
         assert (tmp_path / "r" / "model.safetensors").read_bytes() == before
 
+    @pytest.mark.slow
     def test_train_all(self, data, tmp_path, capsys):
         chosen = ["train-all", str(data), "--objectives", "1ddpm:2fm", "--router", "--out", str(tmp_path / "run")]
         chosen += ["--router.model", "xs/1", "--router.steps", "4", "--router.no-text"]

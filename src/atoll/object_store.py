@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -34,7 +34,7 @@ SCHEMES = ("s3", "gs", "az", "file", "memory")
 MAX_OBJECT = 64 << 20  # bytes that `get` returns unless told otherwise
 PART = 8 << 20  # bytes per request: of this size, one takes no longer than the timeout even on a slow line
 NUM_RETRIES = 100  # at most; what ends them is the time
-NUM_ANSWERS = 8  # that are cut short, one after the other, until it is an error
+MOST_NONSENSE = 12.0  # seconds of answers that are cut short, until it is an error
 model_finders: list[Callable[[str | Path, str | None], Path | None]] = []  # (place, revision) -> a local folder
 NONSENSE = "its answer makes no sense"
 _memory: dict[str, Any] = {}  # the stores of memory://NAME, for the life of the process
@@ -92,12 +92,16 @@ def _again(method: F) -> F:
     """Tries a request again whose answer was cut short: of listings and deletions obstore does not do so itself."""
 
     @wraps(method)
-    def call(*arguments: Any) -> Any:
-        for attempt in range(NUM_ANSWERS):
-            with suppress(*[NonsenseError] * (attempt < NUM_ANSWERS - 1)):
-                return method(*arguments)
-            time.sleep(0.1 * 2**attempt)
-        raise AssertionError
+    def call(store: "Store", *arguments: Any) -> Any:
+        pause, end = 0.1, time.monotonic() + min(store.retry_for, MOST_NONSENSE)
+        while True:
+            try:
+                return method(store, *arguments)
+            except NonsenseError:
+                if time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+            pause *= 2
 
     return cast(F, call)
 
