@@ -89,14 +89,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _again(method: F) -> F:
-    """Tries a request again whose answer was cut short: of listings and deletions obstore does not do so itself."""
+    """Tries a request again whose answer was cut short, which obstore itself does not do in all cases."""
 
     @wraps(method)
-    def call(store: "Store", *arguments: Any) -> Any:
+    def call(store: "Store", *arguments: Any, **options: Any) -> Any:
         pause, end = 0.1, time.monotonic() + min(store.retry_for, MOST_NONSENSE)
         while True:
             try:
-                return method(store, *arguments)
+                return method(store, *arguments, **options)
             except NonsenseError:
                 if time.monotonic() + pause > end:
                     raise
@@ -118,6 +118,7 @@ class Store:
         """Returns an object of at most `limit` bytes; raises FileNotFoundError if there is none."""
         return self.read(key, limit)[0]
 
+    @_again
     def read(self, key: str, limit: int = MAX_OBJECT) -> tuple[bytes, str]:
         """Returns an object of at most `limit` bytes and its etag, for `replace`."""
         content = bytearray()
@@ -148,6 +149,7 @@ class Store:
 
         write_whole(path, write)
 
+    @_again
     def get_range(self, key: str, start: int, size: int, etag: str = "") -> bytes:
         """Returns `size` bytes of an object from `start` on; raises InputError if its etag is another."""
         if not size:
@@ -158,16 +160,19 @@ class Store:
         self._check_length(key, len(content), size)
         return content
 
+    @_again
     def put(self, key: str, content: bytes) -> None:
         """Writes an object in the place of any other."""
         with self._request(key) as store:
             _obstore().put(store, key, content, chunk_size=PART, max_concurrency=4)
 
+    @_again
     def put_file(self, key: str, path: Path) -> None:
         """Uploads a file, in parts if it is large; it appears when the last of them has arrived."""
         with self._request(key) as store, path.open("rb") as file:
             _obstore().put(store, key, file, chunk_size=PART, max_concurrency=4)
 
+    @_again
     def create(self, key: str, content: bytes) -> bool:
         """Writes an object unless there is one; returns whether it did.
 
@@ -181,6 +186,7 @@ class Store:
                 return False
         return True
 
+    @_again
     def replace(self, key: str, content: bytes, etag: str) -> bool:
         """Writes an object if the present one has this etag still; returns whether it did (see `create`)."""
         with self._request(key) as store:
@@ -225,12 +231,14 @@ class Store:
             pages = list(_obstore().list(store, prefix))
         return {check_key(entry["path"]): entry["last_modified"].timestamp() for page in pages for entry in page}
 
+    @_again
     def head(self, key: str) -> tuple[int, str]:
         """Returns the size and the etag of an object; raises FileNotFoundError if there is none."""
         with self._request(key) as store:
             about = _obstore().head(store, key)
         return about["size"], about["e_tag"] or ""
 
+    @_again
     def modified(self, key: str) -> float:
         """Returns when an object was written, by the store's own clock, in seconds since 1970."""
         with self._request(key) as store:
@@ -243,6 +251,7 @@ class Store:
             return False
         return True
 
+    @_again
     def copy(self, key: str, to: str) -> None:
         """Copies an object within the store; the server does it."""
         check_key(to)
