@@ -23,7 +23,7 @@ from federations import TRAINING, World, environment, make_data
 from object_stores import BUCKET, FaultyProxy, seaweedfs
 
 pytest.importorskip("tuf")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 GATE = ["segment_steps=2", "segments=1", "held_out=8", "levels=2", "baseline_margin=100", "present_margin=100",
         "copy_distance=0", "samples=0"]  # fmt: skip
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TRAINING.items()]
