@@ -76,6 +76,7 @@ class Served:
             "size": f"{self.side}x{self.side}",
             "license": index.license,
             "guidance": pipe.guidance,
+            "steps": pipe.made_for,  # None: any number
             "router": None if index.router is None else index.router.model,
             "credits": self._credits(),
             "experts": [self._expert(k, expert) for k, expert in enumerate(pipe.ensemble.experts)],

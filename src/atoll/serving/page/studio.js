@@ -178,8 +178,8 @@ function fromLink() {
   const number = (key, usual) => Number.isFinite(Number(query.get(key) ?? NaN)) && query.get(key) !== null ? Number(query.get(key)) : usual;
   const known = models.find(one => one.id === query.get("model"));
   if (known && known !== model) choose(known);
-  return { prompt: query.get("prompt") || "", negative: query.get("negative") || "", seed: number("seed", 0), steps: number("steps", 20),
-           guidance: number("guidance", model.atoll.guidance), routing: query.get("routing") || "top1", solver: query.get("solver") || "multistep",
+  return { prompt: query.get("prompt") || "", negative: query.get("negative") || "", seed: number("seed", 0), steps: number("steps", model.atoll.steps || 20),
+           guidance: number("guidance", model.atoll.guidance), routing: query.get("routing") || "top1", solver: query.get("solver") || (model.atoll.steps ? "euler" : "multistep"),
            off: (query.get("off") || "").split("-").filter(Boolean).map(Number).filter(k => k < model.atoll.experts.length), hash: query.get("hash") };
 }
 
@@ -407,6 +407,8 @@ function choose(one) {
   $("headline").textContent = num > 1 ? `${words[num] || num} models that never met paint together.` : "One model paints.";
   if (num < 2) $("lede").textContent = "From noise to image, step by step.";
   slide("guidance", one.atoll.guidance);
+  if (one.atoll.steps) { slide("steps", one.atoll.steps); pick("solver", "euler"); } // it was distilled to so many
+  $("steps").disabled = $("solver").disabled = Boolean(one.atoll.steps);
   live.build(experts);
   $("experts").replaceChildren(...experts.map(card));
   $("about").textContent = `${one.id} · ${one.atoll.size} · licence ${one.atoll.license} · ${one.atoll.hash.slice(0, 12)}`;
