@@ -21,7 +21,7 @@ from atoll.federation.create import amend
 from atoll.federation.keys import Identity, seal, unseal
 from atoll.federation.lease import Lease, Memory, claim
 from atoll.federation.registry import CREDITS, build_model
-from atoll.federation.roles import Federation, FrozenError, file_digest
+from atoll.federation.roles import Federation, FrozenError, sha256_of
 from atoll.federation.status import read_status, render_text
 from atoll.federation.submission import Claim, Key, Submission, list_submissions, read_submission
 from atoll.object_store import Store, open_store
@@ -513,7 +513,7 @@ def resealed(world, who, **changes):
         before = read_submission(federation, key)
         card = before.model_copy(update={"author": identity.person, **changes})
         content = seal(card, identity)
-        new = Key(file_digest(content), card.slot)
+        new = Key(sha256_of(content), card.slot)
         federation.store.put(str(new), content)
     return new
 
@@ -536,7 +536,7 @@ def test_a_submission_that_was_not_signed_by_its_author_is_refused(accepted, tru
     with accepted.person("mallory") as mallory:
         federation = Federation.open(accepted.url)
         content = seal(read_submission(federation, key).model_copy(update={"author": ben, "steps": 9}), mallory)
-        forged = Key(file_digest(content), 1)
+        forged = Key(sha256_of(content), 1)
         federation.store.put(str(forged), content)
     assert "is not that of ben" in judged(accepted, forged)
 

@@ -87,7 +87,7 @@ def path_of(slot: int) -> str:
     return f"submissions/{slot:04d}.json"
 
 
-def file_digest(content: bytes) -> str:
+def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
@@ -385,7 +385,7 @@ class Federation:
         """Adds a signature to the proposal in the store, whoever began it; returns it with all valid signatures."""
         from tuf.api.metadata import Metadata
 
-        key = f"proposals/{role}.{metadata.signed.version}.{file_digest(metadata.signed_bytes)[:16]}.json"
+        key = f"proposals/{role}.{metadata.signed.version}.{sha256_of(metadata.signed_bytes)[:16]}.json"
         for _ in range(NUM_TRIES):
             etag, signed = "", deepcopy(metadata)
             signed.sign(identity.signer, append=True)
@@ -590,7 +590,7 @@ def found(url: str, identity: Identity, charter: Charter, verifiers: list[Person
     federation = Federation(url)
     store, expires = federation.store, datetime.fromisoformat(charter.created).replace(tzinfo=UTC) + LIFETIME
     content = charter.model_dump_json().encode()
-    store.put(f"charter/{file_digest(content)}.charter.json", content)
+    store.put(f"charter/{sha256_of(content)}.charter.json", content)
     keys = {person.key: key_of(person.key) for person in verifiers}
     own = identity.signer.public_key
     root = Root(expires=expires, consistent_snapshot=True)
@@ -639,7 +639,7 @@ def change_roles(
     if not 1 <= num_founders <= len(founders):
         raise InputError(f"{num_founders} founders must sign, but there would be {len(founders)} of them")
     content = charter.model_dump_json().encode()
-    federation.store.put(f"charter/{file_digest(content)}.charter.json", content)
+    federation.store.put(f"charter/{sha256_of(content)}.charter.json", content)
     voters: dict[str, Any] = {key.keyid: key for key in (key_of(person.key) for person in verifiers)}
     owners: dict[str, Any] = {key.keyid: key for key in (key_of(person.key) for person in founders)}
     root = deepcopy(federation.root.signed)

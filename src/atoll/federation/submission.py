@@ -19,7 +19,7 @@ from atoll.federation.charter import Blob, Charter, Files
 from atoll.federation.gate import Gate
 from atoll.federation.keys import Digest, Identity, Person, seal, unseal
 from atoll.federation.lease import Held
-from atoll.federation.roles import Federation, file_digest
+from atoll.federation.roles import Federation, sha256_of
 from atoll.networks.expert import CALIBRATION
 from atoll.networks.stored import WEIGHTS
 from atoll.object_store import Store
@@ -134,14 +134,14 @@ def submit(
     files = describe(paths)
     finished = datetime.fromtimestamp((folder / CONFIG).stat().st_mtime, UTC)
     submission = Submission(
-        federation=file_digest(federation.fingerprint.encode()), slot=slot, author=identity.person, contributors=held,
+        federation=sha256_of(federation.fingerprint.encode()), slot=slot, author=identity.person, contributors=held,
         license=license, objective=str(settings.get("objective")), model=str(settings.get("model")),
         steps=int(training.get("steps", 0)), samples=int(training.get("samples", 0)), private=private,
         submitted=finished.isoformat(timespec="seconds"),
         files=files,
     )  # fmt: skip
     content = seal(submission, identity)
-    key = Key(file_digest(content), slot)
+    key = Key(sha256_of(content), slot)
     upload(store, paths, "submit", again=store.exists(str(key)))
     store.put(str(key), content)
     return key
@@ -177,7 +177,7 @@ def read_submission(federation: Federation, key: Key) -> Submission:
         content = federation.store.get(str(key), MAX_MANIFEST)
     except FileNotFoundError as error:
         raise InputError(f"there is no submission {key.id[:12]} for slot {key.slot}") from error
-    if file_digest(content) != key.id:
+    if sha256_of(content) != key.id:
         raise InputError(f"submission {key.id[:12]} was altered: it is not what its name says")
     return check_submission(federation, content, key)
 
@@ -188,7 +188,7 @@ def check_submission(federation: Federation, content: bytes, key: Key) -> Submis
     submission = unseal(content, Submission, where)
     if submission.slot != key.slot:
         raise InputError(f"{where} is for slot {submission.slot}, and lies in the place of one for slot {key.slot}")
-    if submission.federation != file_digest(federation.fingerprint.encode()):
+    if submission.federation != sha256_of(federation.fingerprint.encode()):
         raise InputError(f"{where} was signed for another federation")
     missing = {CONFIG, WEIGHTS, RUN} - submission.files.keys()
     if missing:
