@@ -43,7 +43,7 @@ from atoll.training.memory import (
     predict,
 )
 from atoll.training.settings import ExpertSettings
-from atoll.training.task import Batch, Tensors
+from atoll.training.task import Batch, Task, Tensors
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-class Noise:
+class Noise(Task):
     """An expert's task on random numbers, which take as much memory as any."""
 
     num_rows = 100_000

@@ -33,7 +33,7 @@ from atoll.sampling.ensemble import Ensemble, Mixture
 from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.training import distill as module
-from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill
+from atoll.training.distill import ROUTINGS, DistillTask, Teacher, distill, resolved_settings
 from atoll.training.few_steps import FewStepTask
 from atoll.training.metrics_log import read_metrics
 from atoll.training.settings import DistillSettings, read_recipe
@@ -92,7 +92,8 @@ def without(model: Path, out: Path, expert: int) -> Path:
 
 
 def teacher_of(model: Path, **changes: object) -> Teacher:
-    return Teacher.open(model, ModelIndex.read(model), replace(QUICK, **changes), CPU)
+    index = ModelIndex.read(model)
+    return Teacher.open(model, index, resolved_settings(replace(QUICK, **changes), index, None), CPU)
 
 
 def task_of(model: Path, data: Path, **changes: object) -> DistillTask:
@@ -611,60 +612,75 @@ class TestCommand:
 # --- students of few steps ----------------------------------------------------------------------------------------
 
 
-class TestMeanVelocity:
-    def test_of_one_gaussian_it_is_the_closed_form(self):
-        """The ODE of a Gaussian moves each point along with its quantile."""
-        data = ClusteredGaussians(*(torch.full((1, 1, 6), value, dtype=torch.float64) for value in (1.5, 0.3)),
-                                  torch.ones(1, 1, dtype=torch.float64))  # fmt: skip
-        teacher = Teacher(perfect(data, transfers_of("exact")[:1]), ROUTINGS["router"])
-        start, end = (
-            torch.tensor(times, dtype=torch.float64) for times in ([1.0, 0.75, 0.5, 0.25], [0.75, 0.5, 0.25, 0])
-        )
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-        def spread(t: Tensor) -> Tensor:
-            return ((1 - t) ** 2 * 0.3 + t**2).sqrt()[:, None]
-
-        truth = 1.5 * (1 - end)[:, None] + (x - 1.5 * (1 - start)[:, None]) * spread(end) / spread(start)
-        coarse, fine = (float((teacher.walk(x, start, end, num) - truth).abs().max()) for num in (40, 80))
-        assert fine < 1e-4
-        assert 3 < coarse / fine < 5  # order 2
-
-    def test_experts_of_four_kinds_lead_where_the_marginal_does(self):
-        oracle = ClusteredGaussians.random(4, 3, 6)
-        teacher = Teacher(perfect(oracle, transfers_of("exact")), ROUTINGS["router"])
-        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        found, truth, times = teacher.walk(x, torch.ones(32), torch.zeros(32), 40), x, torch.linspace(1, 0, 41)
-        last = None
-        for t, t_next in zip(times[:-1].double(), times[1:].double(), strict=True):
-            u = oracle.velocity(truth, t.expand(32))
-            truth, last = truth + (t_next - t) * (u if last is None else 1.5 * u - 0.5 * last), u
-        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+class TestTrajectories:
+    @pytest.mark.parametrize("num", [1, 2, 4])
+    def test_they_end_where_the_pipeline_does(self, data, model, num):
+        task = few_steps(model, data, num, teacher="top1", guidance=2.0, teacher_steps=8, text_dropout=0.0)
+        states, pipe = task.trajectories(task.view.train, range(6)), AtollPipeline(model)
+        drawn = [task.prompt_of(task.view.train, number) for number in range(6)]
+        captions = task.view.data.strings("caption", [row for row, _, _ in drawn])
+        made = pipe(captions, seed=[seed for *_, seed in drawn], num_inference_steps=8, output_type="latent",
+                    guidance_scale=2.0, routing="top1", progress=False)  # fmt: skip
+        assert states.shape == (6, num + 1, *task.view.shape)
+        torch.testing.assert_close(states[:, -1], made.images, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("num", [1, 2, 4])
-    def test_a_student_that_has_learned_it_ends_where_its_teacher_does(self, data, model, num):
-        """In as many steps of Euler's method, from the same noise."""
-        task = few_steps(model, data, num, teacher="top1", guidance=2.0, teacher_steps=4)
-        batch = step_of(task, dropped=False)
-        prompts = task._prompts(task.encode(batch, batch)[0], batch.ids)
-        x, ends = batch.eps, batch.eps
+    def test_a_student_that_has_learned_them_ends_there(self, data, model, num):
+        """In as many steps of Euler's method, from the same noise: the loss is nought there, and nowhere else."""
+        task = few_steps(model, data, num, teacher_steps=4)
+        task.states = states = task.trajectories(task.view.train, range(6))
+        x = states[:, 0]
         for i in range(num):
-            t = torch.full((12,), 1 - i / num)
-            x = x - task.mean_velocity(x, t, prompts, batch.labels) / num
-            ends = task.teacher.walk(ends, t, t - 1 / num, task.substeps, prompts, batch.labels)
-        torch.testing.assert_close(x, ends, rtol=1e-4, atol=1e-4)
+            batch = task.read(np.arange(6), (torch.full((6,), i),))
+            torch.testing.assert_close(batch.eps, x, rtol=1e-4, atol=1e-4)
+            target = (batch.eps - batch.latents) * num
+            assert float(task.loss(lambda *_, u=target: u, batch, batch).max()) < 1e-9
+            assert float(task.loss(lambda *_, u=target: 2 * u, batch, batch).min()) > 1e-3
+            x = x - target / num
+        torch.testing.assert_close(x, states[:, -1], rtol=1e-4, atol=1e-4)
 
-    def test_it_is_taught_where_its_steps_begin(self, data, model):
-        for num in (1, 3, 4):
-            task = few_steps(model, data, num)
-            t = torch.cat([step_of(task, seed).t for seed in range(8)])
-            assert sorted(t.unique().tolist()) == pytest.approx([(i + 1) / num for i in range(num)])
-            assert task.start_of_step(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([1 / num, 1])
+    def test_some_are_of_no_text(self, data, model):
+        """So that a student can make something of an empty prompt."""
+        task = few_steps(model, data, 2, text_dropout=0.5)
+        ids = torch.cat([task.prompt_of(task.view.train, number)[1] for number in range(64)])
+        assert 16 < int((ids == task.null_ids).all(1).sum()) < 48
+
+    def test_a_student_of_fewer_steps_learns_from_the_same(self, data, model, quick, tmp_path):
+        settings = replace(QUICK, steps_out=1, teacher_steps=4, trajectories=96)
+        student = quick.parent / "student"
+        distill(model, data, settings, tmp_path / "one", reuse=student, progress=False)
+        assert not (tmp_path / "one" / "trajectories").exists()
+        assert json.loads((tmp_path / "one" / "config.json").read_text())["steps"] == 1
+        for changes, message in (
+            ({"steps_out": 4}, "made for 2 steps, in which 4 do not end"),
+            ({"guidance": 3.0}, "have guidance 2.0, not 3.0"),
+            ({"trajectories": 64}, "have num 96, not 64"),
+            ({"steps_out": None}, "add --steps-out"),
+        ):
+            with pytest.raises(InputError, match=message):
+                distill(model, data, replace(settings, **changes), tmp_path / "two", reuse=student, progress=False)
+        with pytest.raises(InputError, match="has no trajectories"):
+            distill(model, data, settings, tmp_path / "two", reuse=tmp_path / "one", progress=False)
+
+    def test_a_damaged_file_is_named(self, data, model, tmp_path):
+        settings = replace(QUICK, steps_out=1, teacher_steps=2, steps=1, trajectories=32)
+        folder = tmp_path / "s" / "trajectories"
+        distill(model, data, settings, tmp_path / "s", progress=False)
+        for content in (b"x", (folder / "00000.safetensors").read_bytes()[:-10]):
+            (folder / "00000.safetensors").write_bytes(content)
+            with pytest.raises(InputError, match=r"00000\.safetensors.*remove it"):
+                distill(model, data, replace(settings, steps=2), tmp_path / "s", progress=False)
+
+    def test_a_dry_run_says_how_long_they_take(self, data, model, tmp_path):
+        settings = replace(QUICK, steps_out=2, teacher_steps=4)
+        told = distill(model, data, settings, tmp_path / "s", dry_run=True)
+        assert any("8192 of the teacher in" in line for line in told)
+        assert not (tmp_path / "s").exists()
 
 
 def few_steps(model: Path, data: Path, num: int, **changes: object) -> FewStepTask:
     settings = replace(QUICK, steps_out=num, **changes)
-    return FewStepTask(Dataset.open(data), settings, CPU, teacher_of(model, **changes))
+    return FewStepTask(Dataset.open(data), settings, CPU, teacher_of(model, steps_out=num, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -672,10 +688,8 @@ def quick(data, model, tmp_path_factory) -> Path:
     """A model of a student of two steps."""
     folder = tmp_path_factory.mktemp("quick")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("EVALUATED", "EVALUATED_AT_THE_END"):
-            patch.setattr(module, name, 48)
-            patch.setattr(f"atoll.training.expert.{name}", 48)
-        settings = replace(QUICK, steps=30, steps_out=2, teacher_steps=4, teacher="top1", guidance=2.0, eval_every=15,
+        patch.setattr("atoll.training.few_steps.EVALUATED", 48)
+        settings = replace(QUICK, steps=30, steps_out=2, teacher_steps=4, trajectories=96, eval_every=15,
                            save_every=30, sample_every=30)  # fmt: skip
         told = distill(model, data, settings, folder / "student", progress=False)
     assert "makes an image in 2 steps" in told[1]
@@ -730,16 +744,18 @@ class TestFewSteps:
 
     @pytest.mark.bits
     def test_killed_it_ends_as_if_nothing_had_happened(self, data, model, tmp_path):
-        settings = replace(QUICK, steps_out=2, teacher_steps=4, steps=8, save_every=2, eval_every=8)
+        settings = replace(QUICK, steps_out=2, teacher_steps=4, trajectories=300, steps=8, save_every=2, eval_every=8)
         distill(model, data, settings, tmp_path / "whole", progress=False)
         distill(model, data, replace(settings, steps=5, save_every=5), tmp_path / "cut", progress=False)
+        (tmp_path / "cut/trajectories/00001.safetensors").unlink()  # as if it had been killed while making them
+        (tmp_path / "cut/trajectories/trajectories.json").unlink()
         distill(model, data, settings, tmp_path / "cut", progress=False)
         one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
         assert one == other
 
     def test_students_of_experts_are_mixed_by_the_router(self, data, model, tmp_path):
         """Each island distils its own expert; the router of the ensemble serves the students too."""
-        settings = replace(QUICK, steps_out=2, teacher_steps=4, guidance=2.0)
+        settings = replace(QUICK, steps_out=2, teacher_steps=4, trajectories=64)
         for k in range(3):
             distill(model, data, settings, tmp_path / f"run/expert_{k}", cluster=k, progress=False)
             assert json.loads((tmp_path / f"run/expert_{k}/config.json").read_text())["data"]["cluster"] == k

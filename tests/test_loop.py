@@ -19,12 +19,12 @@ from atoll.training import checkpoint
 from atoll.training.loop import train
 from atoll.training.metrics_log import MetricsLog, read_metrics
 from atoll.training.settings import Settings
-from atoll.training.task import Batch, mixed_seed, rows_of_step, seeded
+from atoll.training.task import Batch, Task, mixed_seed, rows_of_step, seeded
 
 TOY = Settings(steps=12, batch=8, log_every=4, save_every=4, eval_every=6, sample_every=0, lr=1e-3)
 
 
-class Toy:
+class Toy(Task):
     """A tiny network learns to denoise 20 random pictures; `fault` alters its loss at some calls."""
 
     def __init__(self, fault=None) -> None:

@@ -45,7 +45,8 @@ def check_counts(config: object, **limits: int) -> None:
 
 
 def check_choices(config: object, **choices: tuple[str | int, ...]) -> None:
-    """Refuses a config unless each of these fields is one of its choices."""
+    """Refuses a config unless each of these fields is one of its choices, or left open by default."""
     for name, accepted in choices.items():
-        if getattr(config, name) not in accepted:
-            raise unknown(name, getattr(config, name), [str(choice) for choice in accepted])
+        value = getattr(config, name)
+        if value not in accepted and not (value is None and getattr(type(config), name, ...) is None):
+            raise unknown(name, value, [str(choice) for choice in accepted])

@@ -21,6 +21,7 @@ def distill(
     cpus: int = 1,
     gpus: int | None = None,
     cluster: int | None = None,
+    reuse: Path | None = None,
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
@@ -31,7 +32,8 @@ def distill(
     For example:
       atoll distill model data --student b/2 --out dense
       atoll distill model data --student mini --guidance 4 --out dense
-      atoll distill model data --steps-out 4 --teacher top1 --guidance 2 --init model/expert_0 --out quick
+      atoll distill model data --steps-out 4 --init model/expert_0 --out quick
+      atoll distill model data --steps-out 1 --init model/expert_0 --reuse quick --out quickest
       atoll distill model data --teacher router --max-resident 1 --init model/expert_0 --out dense
       atoll distill /shared/model /shared/data --student b/2 --engine ray --gpus 8 --out /shared/dense
       atoll assemble dense --data data --out dense-model
@@ -48,6 +50,7 @@ def distill(
         cpus: Cores of the job on Ray; with --device cpu, a process for every --threads of them.
         gpus: GPUs of the job on Ray, with a process per GPU; one by default where there are any.
         cluster: Distil the expert of this cluster alone: the student takes its place among students of the others.
+        reuse: A student of at least as many steps out, from whose images of the teacher this one learns too.
         recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
             [student]; flags win over it.
         dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
@@ -65,12 +68,13 @@ def distill(
             raise InputError("--dry-run looks at this machine: leave --engine out")
         student = Part(
             "student", out, settings, place_of(data), cluster, init=init, teacher=Path(model),
-            allow_missing=allow_missing,
+            allow_missing=allow_missing, reuse=reuse,
         )  # fmt: skip
         print(*train_one(student, engine.open(settings.device), Resources(cpus, gpus)), sep="\n")
         return
     if (cpus, gpus) != (1, None):
         raise InputError("--cpus and --gpus are of a job on a cluster: add --engine ray, or use `accelerate launch`")
     print(
-        *train_student(model, local_copy(data), settings, out, init, allow_missing, cluster, dry_run=dry_run), sep="\n"
+        *train_student(model, local_copy(data), settings, out, init, allow_missing, cluster, reuse, dry_run=dry_run),
+        sep="\n",
     )

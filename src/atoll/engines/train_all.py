@@ -42,6 +42,7 @@ class Part(NamedTuple):
     init: "Part | Path | None" = None  # whose weights it starts from
     teacher: Path | None = None  # of a student
     allow_missing: bool = False  # of the teacher's experts
+    reuse: Path | None = None  # whose trajectories a student of few steps learns from
     mirror: str | None = None  # a URL where its folder is kept too
 
     @property
@@ -62,7 +63,8 @@ class Part(NamedTuple):
         if self.teacher is not None:
             own = [] if self.cluster is None else ["--cluster", str(self.cluster)]
             missing = ["--allow-missing"] * self.allow_missing
-            return ["distill", str(self.teacher), str(self.data), *own, *init, *missing]
+            reuse = [] if self.reuse is None else ["--reuse", str(self.reuse)]
+            return ["distill", str(self.teacher), str(self.data), *own, *init, *missing, *reuse]
         return ["train", str(self.data), "--cluster", "all" if self.cluster is None else str(self.cluster), *init]
 
     def make_task(self, device: torch.device) -> CaptionedTask:

@@ -9,7 +9,7 @@ asked, and one expert per image is run.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from atoll.cards import ExpertCard, ExpertEntry, ModelIndex, PartCard, require_fit
 from atoll.data.shards import Dataset
 from atoll.data.view import DatasetView, refuse_inside
-from atoll.diffusion.schedules import LINEAR, broadcast
+from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError, plural
 from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
@@ -31,6 +31,7 @@ from atoll.sampling.ensemble import Ensemble, Mixture
 from atoll.sampling.expert import EncodedTexts, FolderExpert, Prompts
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import Routing
+from atoll.sampling.settings import GUIDANCE
 from atoll.storage import resolved
 from atoll.training.dry_run import preview
 from atoll.training.expert import EVALUATED, EVALUATED_AT_THE_END, ExpertTask
@@ -60,6 +61,8 @@ class Teacher:
     @classmethod
     def open(cls, folder: Path, index: ModelIndex, settings: DistillSettings, device: torch.device) -> "Teacher":
         """Opens a model folder; experts come into memory when they are first asked."""
+        assert settings.teacher is not None
+        assert settings.guidance is not None
         by_label = settings.teacher == "label" and index.num_experts > 1
         if not by_label and index.num_experts > 1 and index.router is None:
             raise InputError(f"{folder} has no router: use --teacher label")
@@ -101,20 +104,6 @@ class Teacher:
         """
         with self._answering(x.device, prompts, experts) as mixture:
             return mixture(x, t)
-
-    @torch.no_grad()
-    def walk(
-        self, x: Tensor, start: Tensor, end: Tensor, num_steps: int, prompts: Prompts | None = None,
-        experts: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Returns where its velocity leads from (x, start[B]) at end[B], by Adams-Bashforth of order 2."""
-        h, last = (end - start) / num_steps, None
-        with self._answering(x.device, prompts, experts) as mixture:
-            for i in range(num_steps):
-                u = mixture(x, (start + i * h).clamp(0, 1))
-                slope = u if last is None else 1.5 * u - 0.5 * last
-                x, last = x + broadcast(h, x) * slope, u
-        return x
 
     @contextmanager
     def _answering(self, device: torch.device, prompts: Prompts | None, experts: Tensor | None) -> Iterator[Mixture]:
@@ -281,10 +270,14 @@ def distill(
     init: Path | None = None,
     allow_missing: bool = False,
     cluster: int | None = None,
+    reuse: Path | None = None,
     progress: bool = True,
     dry_run: bool = False,
 ) -> Sequence[str]:
-    """Trains a student of a model; the folder `out` is an expert of all of the data, or of one cluster, in the end."""
+    """Trains a student of a model; the folder `out` is an expert of all of the data, or of one cluster, in the end.
+
+    `reuse` is a student of few steps whose trajectories this one learns from.
+    """
     from atoll.training.few_steps import FewStepTask  # which is a DistillTask itself
 
     refuse_inside(out, data)
@@ -294,6 +287,9 @@ def distill(
     index, dataset = ModelIndex.read(folder), Dataset.open(data, cluster)
     card = PartCard(latent_space=dataset.card.latent_space, text_encoder=dataset.card.text)
     require_fit(data, card, index.latent_space, index.text_encoder, folder)
+    settings = resolved_settings(settings, index, cluster)
+    if reuse is not None and settings.steps_out is None:
+        raise InputError("--reuse is for students of few steps: add --steps-out")
     missing = missing_experts(folder, index)
     if missing and not allow_missing and cluster is None:
         raise InputError(f"{folder} lacks {', '.join(missing)}: assemble it with all experts, or give --allow-missing")
@@ -302,10 +298,23 @@ def distill(
 
     def make(device: torch.device) -> DistillTask:
         teacher = Teacher.open(folder, index, settings, device)
-        task = DistillTask if settings.steps_out is None else FewStepTask
-        return task(dataset, settings, device, teacher, init, allow_missing)
+        if settings.steps_out is None:
+            return DistillTask(dataset, settings, device, teacher, init, allow_missing)
+        return FewStepTask(dataset, settings, device, teacher, init, allow_missing, reuse)
 
     return preview(make, settings) if dry_run else train(make, settings, out, progress)
+
+
+def resolved_settings(settings: DistillSettings, index: ModelIndex, cluster: int | None) -> DistillSettings:
+    """Returns settings with what was left open: a student of few steps learns what one samples by default."""
+    few = settings.steps_out is not None
+    usual = "top1" if few and cluster is None and index.router is not None else "label"
+    guidance = GUIDANCE if few else 1.0
+    return replace(
+        settings,
+        teacher=usual if settings.teacher is None else settings.teacher,
+        guidance=guidance if settings.guidance is None else settings.guidance,
+    )
 
 
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:

@@ -75,7 +75,7 @@ def forecast(
 
 def _probe(task: CaptionedTask, settings: Settings, distributed: Distributed, grid_seconds: float) -> Sequence[str]:
     """Measures the time that a few steps take; nothing is written."""
-    learner, seconds = Learner(task, settings, distributed), []
+    learner, seconds, preparation = Learner(task, settings, distributed), [], task.preparation()
     try:
         with closing(Batches(task, settings.batch, settings.seed, distributed.share, distributed.device)) as batches:
             for step in range(PROBED):
@@ -90,6 +90,7 @@ def _probe(task: CaptionedTask, settings: Settings, distributed: Distributed, gr
     duration = f"{total / 3600:.1f} hours" if total > 5400 else f"{total / 60:.1f} minutes"
     lines = [
         f"time, after {PROBED} steps",
+        *preparation,
         f"  {'a step':14} {per_step:.3f} s, {settings.batch / per_step:.0f} samples/s",
         f"  {'all of them':14} {duration}, without held-out figures and samples",
     ]

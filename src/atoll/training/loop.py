@@ -80,6 +80,9 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         distributed.barrier()  # all have read before the first writes
         if is_main:
             checkpoint.write_run(folder, {**about, "complete": False})
+        task.begin(folder, slice(distributed.rank, None, distributed.size), progress_bar and is_main)
+        distributed.barrier()
+        task.ready(folder)
 
         is_sharded = distributed.is_sharded  # then all processes save and evaluate together
 

@@ -25,7 +25,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("steps", "log_every", "save_every", "eval_every", "keep_last", "keep_every"), (1, 10**9)),
     **dict.fromkeys(("batch", "micro_batch", "max_resident"), (1, 2**20)),
     **dict.fromkeys(("sample_every", "warmup"), (0, 10**9)),
-    **{"steps_out": (1, 16), "teacher_steps": (1, 1000)},
+    **{"steps_out": (1, 16), "teacher_steps": (1, 1000), "trajectories": (1, 10**8)},
     **dict.fromkeys(("lr", "muon_lr", "clip", "guidance"), (1e-12, 1e12)),
     **dict.fromkeys(("ema", "text_dropout"), (0, 1)),
     **{"beta2": (0, 0.999999), "weight_decay": (0, 10), "threads": (1, 1024), "seed": (0, 2**63)},
@@ -190,14 +190,18 @@ class DistillSettings(Settings):
     """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: b/2 is a fifth of the paper's expert."""
     objective: str = "fm"
     """fm, or fm-logit-normal for more times in the middle."""
-    teacher: str = "label"
-    """Who teaches an image: the expert of its cluster (label), all by the router's weights (router), top1 or top2."""
-    guidance: float = 1.0
-    """The guidance to learn with the velocity, so that sampling needs one pass per step instead of two; 1 is none."""
+    teacher: str | None = None
+    """Who teaches an image: the expert of its cluster (label), all by the router's weights (router), top1 or top2. By
+    default label; with --steps-out top1, as one samples, but for a --cluster."""
+    guidance: float | None = None
+    """The guidance to learn with the velocity, so that sampling needs one pass per step instead of two; 1 is none. By
+    default 1; with --steps-out 2, as one samples."""
     steps_out: int | None = None
     """Teach to make an image in this many steps, from 1 to 16: 4, 2 or 1 are usual. In any number by default."""
     teacher_steps: int = 20
     """With --steps-out: the steps in which the teacher makes an image."""
+    trajectories: int = 8192
+    """With --steps-out: how many images the teacher makes, from which the student learns again and again."""
     max_resident: int | None = None
     """How many experts of the teacher may be in memory at a time; all by default."""
 

@@ -53,6 +53,15 @@ class Task(Protocol):
     def describe(self) -> dict[str, Any]:
         """Returns what makes it this run and no other, beside the settings: the data above all."""
 
+    def begin(self, folder: Path, share: slice, progress: bool) -> None:
+        """Makes what it learns from, if that has to be made: `share` of its parts are for this process."""
+
+        return
+
+    def ready(self, folder: Path) -> None:
+        """Reads what all processes have made."""
+        return
+
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
         """Draws the random numbers of `num` samples."""
 
@@ -93,6 +102,14 @@ class CaptionedTask(Task):
         """Returns what the network generates from held-out captions, if it generates images."""
         return None
 
+    def preparation(self) -> Sequence[str]:
+        """Returns what a dry run says of the time that `begin` will take."""
+        return []
+
+    def cut(self, ids: Tensor) -> Tensor:
+        """Returns tokens without the padding that none of the texts needs."""
+        return ids[:, : -(-max(self.text.lengths(ids)) // LENGTHS) * LENGTHS]
+
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
         """Returns times, noise, and whose caption is dropped.
 
@@ -109,8 +126,7 @@ class CaptionedTask(Task):
         choice = choices.pop(0) if self.view.num_captions > 1 else None
         flipped = choices.pop(0) < 0.5 if self.view.has_flipped else None
         ids = torch.where(dropped[:, None], self.null_ids, self.view.tokens(indices, self.text, choice))
-        length = -(-max(self.text.lengths(ids)) // LENGTHS) * LENGTHS
-        return Batch(self.view.stored_latents(indices, flipped), ids[:, :length], t, eps, self.labels_of(indices))
+        return Batch(self.view.stored_latents(indices, flipped), self.cut(ids), t, eps, self.labels_of(indices))
 
     def labels_of(self, indices: NDArray[np.int64]) -> Tensor:
         """Returns what `loss` is to know of each row beside its image and caption; nothing by default."""
