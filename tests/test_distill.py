@@ -674,7 +674,7 @@ class TestTrajectories:
     def test_a_dry_run_says_how_long_they_take(self, data, model, tmp_path):
         settings = replace(QUICK, steps_out=2, teacher_steps=4)
         told = distill(model, data, settings, tmp_path / "s", dry_run=True)
-        assert any("8192 of the teacher in" in line for line in told)
+        assert any("4096 of the teacher in" in line for line in told)
         assert not (tmp_path / "s").exists()
 
 

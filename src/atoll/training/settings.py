@@ -200,7 +200,7 @@ class DistillSettings(Settings):
     """Teach to make an image in this many steps, from 1 to 16: 4, 2 or 1 are usual. In any number by default."""
     teacher_steps: int = 20
     """With --steps-out: the steps in which the teacher makes an image."""
-    trajectories: int = 8192
+    trajectories: int = 4096
     """With --steps-out: how many images the teacher makes, from which the student learns again and again."""
     max_resident: int | None = None
     """How many experts of the teacher may be in memory at a time; all by default."""
