@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,20 @@ class TestDemo:
     def test_the_report_tells_what_was_missed(self, first):
         page, results = (first[0] / "report.html").read_text(encoding="utf-8"), results_of(first[0])
         assert page.count("class=missed") == sum(not aim["reached"] for aim in results["aims"]) > 0
+
+    def test_students_of_few_steps_have_their_place(self, first, tmp_path):
+        """Nothing that is there is made again."""
+        out = tmp_path / "demo"
+        shutil.copytree(first[0], out)
+        before = (out / "model" / "model_index.json").stat().st_mtime_ns
+        figures = run_demo(out, QUICK, few_steps=True)["few_steps"]
+        assert list(figures) == ["steps_4", "steps_2", "steps_1"]
+        assert figures["steps_1"]["flops_an_image"] < figures["steps_4"]["flops_an_image"] / 3
+        assert (out / "model" / "model_index.json").stat().st_mtime_ns == before
+        page = (out / "report.html").read_text(encoding="utf-8")
+        assert "In four steps, two, and one" in page
+        assert "1 step: " in page
+        assert "In four steps" not in (first[0] / "report.html").read_text(encoding="utf-8")
 
     def test_other_settings_are_refused(self, first):
         with pytest.raises(InputError, match="was begun with other settings"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def demo(out: Path = Path("demo"), compare: bool = False, quick: bool = False) -> None:
+def demo(out: Path = Path("demo"), compare: bool = False, few_steps: bool = False, quick: bool = False) -> None:
     """Show it all on this machine: data, experts in isolation, one model, samples, figures and a report.
 
     Interrupted, rerun the same command to resume.
@@ -11,13 +11,15 @@ def demo(out: Path = Path("demo"), compare: bool = False, quick: bool = False) -
     For example:
       atoll demo
       atoll demo --compare
+      atoll demo --few-steps
       atoll demo --quick --out /tmp/demo
 
     Args:
         out: The folder to make: OUT/report.html is for you, OUT/results.json for programs.
         compare: Also train a monolith with as many FLOPs, and an ensemble of flow matching alone.
+        few_steps: Also distil the ensemble into students that make an image in 4 steps, 2 and 1.
         quick: Tiny settings, whose images are noise: to see in half a minute whether all of it runs.
     """
     from atoll.experiments.demo import FULL, QUICK, run_demo
 
-    run_demo(out, QUICK if quick else FULL, compare)
+    run_demo(out, QUICK if quick else FULL, compare, few_steps)

@@ -9,6 +9,7 @@ OUT/model/               assembled
 OUT/samples/             images of chosen prompts
 OUT/evaluation/          images of many prompts, and what was read in them
 OUT/compare/             with --compare: the monolith, the flow matching twin of the DDPM expert, and their models
+OUT/few_steps/           with --few-steps: students of the ensemble that need 4 steps, 2 and 1, and their models
 OUT/results.json, report.html
 """
 
@@ -44,6 +45,7 @@ from atoll.encoders.codecs import load_codec
 from atoll.encoders.features import make_features
 from atoll.engines.local import Local
 from atoll.engines.train_all import Part
+from atoll.errors import plural
 from atoll.experiments.cache import Snapshot
 from atoll.experiments.flops import counting, training_flops
 from atoll.experiments.graph import ModelNode, assemble_all, begun, train
@@ -62,9 +64,10 @@ from atoll.sampling.routing import get_routing
 from atoll.sampling.settings import Sampling
 from atoll.storage import read_json, write_json, write_text, write_whole
 from atoll.training.metrics_log import read_metrics
-from atoll.training.settings import ExpertSettings, RouterSettings, as_flags
+from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, as_flags
 
 NUM_EXPERTS = 4
+FEW_STEPS = (4, 2, 1)
 BALANCE = 1.3
 LICENSE = "Apache-2.0"
 PREVIEWS = 7
@@ -115,11 +118,11 @@ _XS, _XS_ROUTER = ExpertSettings("xs", **_TINY), RouterSettings("xs", **_TINY)
 QUICK = Plan(200, _XS, replace(_XS, objective="ddpm"), _XS_ROUTER, prompts=24, prompts_heldout=12, varied=3, seeds=3)
 
 
-def run_demo(out: Path, plan: Plan = FULL, compare: bool = False) -> dict[str, Any]:
+def run_demo(out: Path, plan: Plan = FULL, compare: bool = False, few_steps: bool = False) -> dict[str, Any]:
     """Runs all stages, one line each; returns what results.json says."""
     torch.set_num_threads(1)  # two would round otherwise, and on images of this size they are slower
     with begun(out, "plan.json", asdict(plan)):
-        return _Demo(out, plan, compare).run()
+        return _Demo(out, plan, compare, few_steps).run()
 
 
 class Stages:
@@ -149,8 +152,9 @@ class Stages:
 
 
 class _Demo:
-    def __init__(self, out: Path, plan: Plan, compare: bool) -> None:
+    def __init__(self, out: Path, plan: Plan, compare: bool, few_steps: bool) -> None:
         self.out, self.plan, self.data = out, plan, out / "data"
+        self.few_steps = few_steps or (out / "evaluation" / "steps_1.safetensors").exists()
         self.compare = compare or (out / "evaluation" / "monolith.safetensors").exists()
         self.stages = Stages(out / "stages.json")
         self._make_data()
@@ -163,14 +167,17 @@ class _Demo:
         hashes = {name: ModelIndex.read(model.folder).hash for name, model in self.models.items()}
         samples, judged = self._sample(hashes), self._evaluate(hashes)
         results = self._results(judged)
+        students = self._distill() if self.few_steps else {}
+        results |= {"few_steps": {name: part.about["figures"] for name, part in students.items()}} if students else {}
         report = self.out / "report.html"
         with self.stages.stage("report", report.exists()) as notes:  # written anew each time, it is quick
-            write_text(report, render(results, samples, judged["ensemble"], [_curves(part) for part in self.experts]))
+            curves = [_curves(part) for part in self.experts]
+            write_text(report, render(results, samples, judged["ensemble"], curves, students))
             notes.append(str(report))
         results |= self.stages.describe()
         write_json(self.out / "results.json", results)
         print(f"{'in all':10}{results['seconds']:6.1f} s")
-        for name, model in {"ensemble": results, **results.get("compare", {})}.items():
+        for name, model in {"ensemble": results, **results.get("compare", {}), **results.get("few_steps", {})}.items():
             right, heldout = f"{model['prompt_accuracy']:.1%}", f"{model['prompt_accuracy_heldout']:.1%}"
             print(f"{name}: every attribute right in {right} of samples, {heldout} for held-out combinations; Frechet "
                   f"distance {model['frechet']:.3f}")  # fmt: skip
@@ -297,6 +304,48 @@ class _Demo:
                     judged[name].write(folder, name)
             notes.append(f"{len(judge.seen)} prompts, {len(judge.heldout)} of combinations that nobody has seen")
         return judged
+
+    def _distill(self) -> dict[str, Snapshot]:
+        """Teaches students of few steps, and draws and judges what they make of the same prompts and noise."""
+        judge, usual, teacher = Judge(self.data, self.plan), self.plan.expert, self.models["ensemble"].folder
+        first = next(k for k, own in enumerate(self.settings) if own.objective == usual.objective)
+        settings = DistillSettings(
+            steps=min(1000, 2 * usual.steps), batch=usual.batch, lr=3e-3, eval_every=1000,
+            trajectories=min(4096, self.plan.pictures), **_LONG,
+        )  # fmt: skip
+        nodes: dict[str, ModelNode] = {}
+        for num in FEW_STEPS:
+            folder = self.out / "few_steps" / f"steps_{num}"
+            part = Part(
+                f"student of {plural(num, 'step')}", folder, replace(settings, steps_out=num), self.data,
+                init=teacher / f"expert_{first}", teacher=teacher,
+                reuse=self.out / "few_steps" / f"steps_{FEW_STEPS[0]}" if nodes else None,
+            )  # fmt: skip
+            nodes[f"steps_{num}"] = ModelNode(folder.with_name(f"steps_{num}-model"), self.data, (part,))
+        done = all(node.is_complete for node in nodes.values())
+        with self.stages.stage("distil", done) as notes:
+            if not done:
+                first_node, *others = nodes.values()
+                train([first_node], Local("cpu"))  # the others learn from its trajectories
+                train(others, Local("cpu"))
+            assemble_all(list(nodes.values()))
+            notes.append(f"students of {', '.join(map(str, FEW_STEPS))} steps; {self.out / 'few_steps'}")
+        found = dict[str, Snapshot]()
+        keys = {name: {"model": ModelIndex.read(node.folder).hash} for name, node in nodes.items()}
+        kept = {name: Snapshot.read(self.out / "evaluation", name, key) for name, key in keys.items()}
+        with self.stages.stage("judge", all(kept.values())) as notes:
+            for name, node in nodes.items():
+                snapshot = kept[name]
+                if snapshot is None:
+                    snapshot, chosen = (
+                        judge.judge(node.folder, keys[name]),
+                        _draw(AtollPipeline(node.folder), CHOSEN, 0),
+                    )
+                    snapshot = snapshot._replace(arrays={**snapshot.arrays, "chosen": chosen})
+                    snapshot.write(self.out / "evaluation", name)
+                found[name] = snapshot
+            notes.append(f"the same prompts and noise in {', '.join(map(str, FEW_STEPS))} steps")
+        return found
 
     # --- results ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from atoll.sampling.folder import png_of
 Picture = NDArray[np.uint8]  # [S, S, 3]
 Points = Sequence[tuple[int, float]]  # (step, loss)
 
-HELDOUT_SHOWN = 24
+HELDOUT_SHOWN, FEW_SHOWN = 24, 8
 KINDS = {"ddpm": "noise prediction (DDPM)", "fm": "flow matching"}
 MODELS = {"ensemble": "ensemble", "homogeneous": "all FM", "monolith": "monolith", "real": "real"}
 
@@ -47,11 +47,17 @@ TABLE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-def render(results: Mapping[str, Any], samples: Snapshot, judged: Snapshot, curves: Sequence[Sequence[Points]]) -> str:
+def render(
+    results: Mapping[str, Any],
+    samples: Snapshot,
+    judged: Snapshot,
+    curves: Sequence[Sequence[Points]],
+    students: Mapping[str, Snapshot],
+) -> str:
     """Returns the whole page. Its policy forbids what it does not need: scripts, and anything from elsewhere.
 
     `samples` and `judged` are what the demo has drawn and read back, `curves` the losses of each expert, in training
-    and held out.
+    and held out, `students` what those of few steps have drawn.
     """
     style, page = (files("atoll.experiments").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "html"))
     experts, compare = results["experts"], results.get("compare", {})
@@ -86,6 +92,8 @@ def render(results: Mapping[str, Any], samples: Snapshot, judged: Snapshot, curv
             {"label": label, "cells": "".join(f"<td>{show(m[key]) if key in m else '-'}</td>" for m in models.values())}
             for label, key, show in TABLE
         ],
+        "few": [{}] if students else [],
+        "student": _students(results, samples, students),
         "aim": [_aim(aim) for aim in results["aims"]],
         "command": [{"command": escape(command)} for command in results["commands"]],
     }
@@ -136,6 +144,23 @@ def _same(samples: Snapshot, i: int, names: Sequence[str]) -> dict[str, str]:
         kind = name.replace("expert_", "e") + " chosen" * (name == chosen)
         cells.append(_figure(samples.arrays[f"same_{name}"][i], label, label, kind))
     return {"caption": escape(samples.about["captions"][i]), "cells": "".join(cells)}
+
+
+def _students(results: Mapping[str, Any], samples: Snapshot, students: Mapping[str, Snapshot]) -> list[dict[str, str]]:
+    """Returns a row of each student of few steps below one of its teacher: the same prompts from the same noise."""
+    rows = {"20 steps, the ensemble": (results, samples)} if students else {}
+    for name, snapshot in students.items():
+        num = name.removeprefix("steps_")
+        rows[f"{num} step{'s' * (num != '1')}"] = (results["few_steps"][name], snapshot)
+    captions = samples.about["chosen"][:FEW_SHOWN]
+    return [
+        {
+            "title": f"{title}: {figures['prompt_accuracy']:.1%} right, Frechet distance {figures['frechet']:.2f}, "
+            f"diversity {figures['diversity']:.2f}, {format_value('flops_an_image', figures['flops_an_image'])} FLOPs",
+            "cells": "".join(map(_figure, snapshot.arrays["chosen"][:FEW_SHOWN], captions)),
+        }
+        for title, (figures, snapshot) in rows.items()
+    ]
 
 
 def _trace(samples: Snapshot, i: int, caption: str) -> dict[str, str]:
