@@ -230,11 +230,11 @@ def students(model: Path, data: Path, out: Path, seeds: int, experts: bool) -> I
             yield f"{count} steps", seed, assembled([folder], None, folder / "model", data)
     if not experts:
         return
-    for count in COUNTS:  # each island distils its own, in as many updates and trajectories between them
+    for count in (4, 1):  # each island distils its own, in as many updates and trajectories between them
         folder = out / f"experts_{count}"
         for k in range(num):
             settings = replace(SETTINGS, steps_out=count, steps=SETTINGS.steps // num, trajectories=4096 // num)
-            reuse = None if count == COUNTS[0] else out / f"experts_{COUNTS[0]}" / f"expert_{k}"
+            reuse = None if count == 4 else out / "experts_4" / f"expert_{k}"
             distill(model, data, settings, folder / f"expert_{k}", model / f"expert_{k}", cluster=k, reuse=reuse)
         parts = [folder / f"expert_{k}" for k in range(num)]
         yield f"{count} steps, a student of each expert", 0, assembled(parts, model / "router", folder / "model", data)
