@@ -195,7 +195,7 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
     study = studies[0]
     rows: list[dict[str, Any]] = [{"name": REAL, "figures": measured[_node(study)][0]["figures"]}]
     for row, *others in zip(*(one.rows for one in studies), strict=True):
-        seeds = [measured[_node(study, one)][0] for one in (row, *others)]
+        seeds = [measured[_node(*own)][0] for own in zip(studies, (row, *others), strict=True)]
         rows.append({
             "name": row.label, "hddm": row.hddm, "ddm": row.ddm, "hash": [one["hash"] for one in seeds],
             "sampling": asdict(row.sampling),
