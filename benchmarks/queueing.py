@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 Cost = Callable[[int], float]
 """(rows) -> seconds of a step."""
+Seconds = Callable[[list[int], float], float]
+"""(requests of a batch, now) -> seconds that the batch takes."""
 
 
 class Request(NamedTuple):
@@ -31,9 +33,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def static_batches(
-    kinds: Sequence[object], arrivals: Sequence[float], seconds: Callable[[list[int]], float], largest: int
-) -> list[float]:
+def static_batches(kinds: Sequence[object], arrivals: Sequence[float], seconds: Seconds, largest: int) -> list[float]:
     """Returns the latency of each request: the oldest, and those like it, run to their end before the next begin."""
     latencies, waiting, now, i = [0.0] * len(kinds), list[int](), 0.0, 0
     while i < len(kinds) or waiting:
@@ -43,20 +43,20 @@ def static_batches(
             i += 1
         batch = [k for k in waiting if kinds[k] == kinds[waiting[0]]][:largest]
         waiting = [k for k in waiting if k not in batch]
-        now += seconds(batch)
+        now += seconds(batch, now)
         for k in batch:
             latencies[k] = now - arrivals[k]
     return latencies
 
 
-def capacity(kinds: Sequence[object], seconds: Callable[[list[int]], float], clients: int) -> float:
+def capacity(kinds: Sequence[object], seconds: Seconds, clients: int) -> float:
     """Returns the requests per second of static batches if so many clients each ask again once they have an answer."""
     waiting, i, total = list(range(clients)), clients, 0.0
     while waiting:
         batch = [k for k in waiting if kinds[k] == kinds[waiting[0]]]
         new = range(i, min(i + len(batch), len(kinds)))
         waiting, i = [k for k in waiting if k not in batch] + list(new), i + len(new)
-        total += seconds(batch)
+        total += seconds(batch, total)
     return len(kinds) / total
 
 

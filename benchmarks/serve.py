@@ -22,6 +22,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import queue
 import random
 import re
@@ -44,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from PIL import Image
 from queueing import Cost, Request, capacity, poisson, quantile, static_batches, step_level
@@ -377,13 +379,12 @@ def theory(pipe: AtollPipeline) -> None:
         found[num] = statistics.median(observer.seconds[num])
         print(f"{num:3} images {1000 * found[num]:6.1f}   per image {1000 * found[num] / num:5.2f}")
     scheduler.close()
-    per_row = (found[16] - found[1]) / 30
-    fixed = found[1] - 2 * per_row
+    per_row = (found[16] - found[8]) / 16  # an image is a row, or two if guided
+    rows, costs = zip((1, found[1] - per_row), *((2 * num, seconds) for num, seconds in found.items()), strict=True)
 
-    def cost(rows: int) -> float:
-        return fixed + per_row * rows
+    def cost(num: int) -> float:
+        return float(np.interp(num, rows, costs))
 
-    print(f"that is about {1000 * fixed:.1f} ms, and {1000 * per_row:.1f} per row: an image is one, or two if guided")
     predict(cost)
 
 
@@ -394,7 +395,7 @@ def predict(cost: Cost, num: int = 4000) -> None:
         asks = asks_of(num, 1)
         requests, kinds = [Request(ask.steps, 1 + (ask.guidance != 1)) for ask in asks], [ask.kind for ask in asks]
 
-        def seconds(batch: list[int], requests: Sequence[Request] = requests) -> float:
+        def seconds(batch: list[int], now: float, requests: Sequence[Request] = requests) -> float:
             return requests[batch[0]].steps * cost(len(batch) * requests[batch[0]].rows)
 
         arrivals = poisson(num, 0.7 * capacity(kinds, seconds, CLIENTS), 2)
@@ -437,15 +438,32 @@ def latency(
             _compare("all", *both)
 
 
+class Turns:
+    """Two clocks of CPU time: whoever is behind works, so that both meet the same other work on this machine."""
+
+    def __init__(self) -> None:
+        self._now, self._changed = [0.0, 0.0], threading.Condition()
+
+    def take(self, who: int, now: float) -> None:
+        """Waits until the other is not behind."""
+        with self._changed:
+            self._now[who] = now
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: (self._now[who], who) < (self._now[1 - who], 1 - who) or now == math.inf)
+
+    def end(self, who: int) -> None:
+        self.take(who, math.inf)
+
+
 class OnCpuClock(Observer):
     """A scheduler whose requests arrive by a clock that shows the CPU time of its steps alone.
 
-    So other work on this machine hardly matters. Where nothing is in flight, the clock jumps to the next arrival. PNG
+    So other work on this machine matters less. Where nothing is in flight, the clock jumps to the next arrival. PNG
     files are made by the scheduler's thread, and count; HTTP does not, as it does not for static batches.
     """
 
-    def __init__(self, pipe: AtollPipeline, asks: Sequence[Ask], arrivals: Sequence[float]) -> None:
-        self.pipe, self.asks, self.arrivals = pipe, asks, arrivals
+    def __init__(self, pipe: AtollPipeline, asks: Sequence[Ask], arrivals: Sequence[float], turns: Turns) -> None:
+        self.pipe, self.asks, self.arrivals, self.turns = pipe, asks, arrivals, turns
         self.latencies = [0.0] * len(asks)
         self._now, self._cpu, self._arrived = arrivals[0], 0.0, 0
         self._open: set[int] = set()
@@ -453,8 +471,10 @@ class OnCpuClock(Observer):
         self._ended = threading.Event()
         self._scheduler = Scheduler(pipe, Limits(images=CLIENTS, waiting=100_000), self)
 
-    def run(self) -> list[float]:
+    def start(self) -> None:
         self._submit()
+
+    def end(self) -> list[float]:
         self._ended.wait()
         self._scheduler.close()
         return self.latencies
@@ -466,6 +486,7 @@ class OnCpuClock(Observer):
             self.latencies[k] = self._now - self.arrivals[k]
         self._done.clear()
         self._submit()
+        self.turns.take(0, self._now if self._open else math.inf)  # all is done
 
     def _submit(self) -> None:
         if not self._open and self._arrived < len(self.asks):
@@ -490,22 +511,29 @@ class OnCpuClock(Observer):
 def latency_on_cpu_clock(pipe: AtollPipeline, loads: Sequence[str], num: int, seeds: Sequence[int]) -> None:
     """Arrivals at 70% of what static batches can do; time is the CPU time of the work."""
 
-    def cpu_seconds_of(asks: Sequence[Ask], batch: list[int]) -> float:
+    def cpu_seconds_of(asks: Sequence[Ask], turns: Turns | None, batch: list[int], now: float) -> float:
+        if turns is not None:
+            turns.take(1, now)
         begin = time.thread_time()
         make(pipe, [asks[k] for k in batch])
         return time.thread_time() - begin
 
     for name in loads:
         asks = LOADS[name](3 * CLIENTS, 0)
-        rate = 0.7 * capacity([ask.kind for ask in asks], partial(cpu_seconds_of, asks), CLIENTS)
+        rate = 0.7 * capacity([ask.kind for ask in asks], partial(cpu_seconds_of, asks, None), CLIENTS)
         print(f"\nlatency by CPU time, {name}; {rate:.2f} requests/s, 70% of what static batches can do")
         both = list[float](), list[float]()
         for seed in seeds:
             asks = LOADS[name](num, seed)
             arrivals = poisson(num, rate, seed)
-            both[0].extend(ours := OnCpuClock(pipe, asks, arrivals).run())
-            kinds, seconds = [ask.kind for ask in asks], partial(cpu_seconds_of, asks)
-            both[1].extend(theirs := static_batches(kinds, arrivals, seconds, CLIENTS))
+            kinds, turns = [ask.kind for ask in asks], Turns()
+            scheduled = OnCpuClock(pipe, asks, arrivals, turns)
+            scheduled.start()
+            theirs = static_batches(kinds, arrivals, partial(cpu_seconds_of, asks, turns), CLIENTS)
+            turns.end(1)
+            ours = scheduled.end()
+            both[0].extend(ours)
+            both[1].extend(theirs)
             _compare(f"seed {seed}, {num} requests", ours, theirs)
         _compare("all", *both)
 
