@@ -159,7 +159,8 @@ def test_the_first_preview_is_ready_before_the_next_step(scheduler, pipe, monkey
     found = asyncio.run(shown(make_job(pipe, previews=3)))
     assert [type(one.event) for one in found] == [Preview, Preview, Preview, Finished]
     assert order[:3] == ["step", "render", "step"]
-    assert threads[0].startswith("atoll-") and not threads[0].startswith("atoll-render")
+    assert threads[0].startswith("atoll-")
+    assert not threads[0].startswith("atoll-render")
     assert all(name.startswith("atoll-render") for name in threads[1:])
 
     def failing(latents: torch.Tensor) -> list:
@@ -174,7 +175,8 @@ def test_the_first_preview_is_ready_before_the_next_step(scheduler, pipe, monkey
     monkeypatch.setattr(many.pipe, "render", failing)
     failed, fine = asyncio.run(both())
     assert isinstance(failed, InputError)
-    assert isinstance(fine, list) and isinstance(fine[-1].event, Finished)
+    assert isinstance(fine, list)
+    assert isinstance(fine[-1].event, Finished)
 
 
 class Gate:
