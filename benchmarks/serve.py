@@ -1,13 +1,16 @@
 """Serving: throughput, latency, remote experts, overload and kills, all on this machine and its loopback.
 
-    python benchmarks/serve.py MODEL [--parts throughput latency remote soak kill] [--rounds 3] [--minutes 10]
+    python benchmarks/serve.py MODEL [--parts throughput theory latency remote soak kill] [--rounds 3] [--minutes 10]
 
 `throughput` has 16 clients against `atoll serve`, in turns with (a) one request at a time, (b) static batches that wait
 for the previous one to finish, as servers without step-level batching have them, and (c) the offline pipeline at
-batch 16. (a), (b) and (c) are function calls without HTTP, and make the same PNG files. `latency` has Poisson arrivals
-at 70% of what (b) can do. `remote` has three experts in processes of their own, behind a delay. `soak` asks for twice
-the capacity; `kill` sends SIGKILL to a remote expert 20 times. Clients are streams of this one process, without a
-library of HTTP: server and clients share the machine.
+batch 16. (a), (b) and (c) are function calls without HTTP, and make the same PNG files. `theory` measures what a step
+costs by the number of images, in CPU time, and simulates what scheduling can gain from that. `latency` has Poisson
+arrivals at 70% of what (b) can do for 16 clients. With `--added 20`, all experts of both sides are remote, behind a
+delay of 20 ms; with `--clock cpu`, time is the CPU time of the work, for machines that have other work, without HTTP.
+`remote` has three experts in processes of their own, behind a delay. `soak` asks for twice the capacity; `kill` sends
+SIGKILL to a remote expert 20 times. Clients are streams of this one process, without a library of HTTP: server and
+clients share the machine.
 """
 
 import os
@@ -19,6 +22,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import queue
 import random
 import re
@@ -30,22 +34,28 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection as ProcessPipe
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from PIL import Image
+from queueing import Cost, Request, capacity, poisson, quantile, static_batches, step_level
 from tqdm import tqdm
 
 from atoll.sampling.folder import described_png
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.guard import share_interpreter
+from atoll.serving.remote import RemoteExpert
+from atoll.serving.scheduler import Event, Finished, Job, Observer, Preview, Scheduler
 from atoll.serving.settings import Limits
 
 CLIENTS, PATH = 16, "/v1/images/generations"
@@ -63,6 +73,11 @@ class Ask:
     @property
     def body(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "seed": self.number, "steps": self.steps, "guidance": self.guidance}
+
+    @property
+    def kind(self) -> tuple[int, float]:
+        """Returns what is equal of requests that can be one static batch."""
+        return self.steps, self.guidance
 
     @property
     def prompt(self) -> str:
@@ -117,13 +132,26 @@ class StaticBatches:
                     return
                 known.append(item)
             first = known[0][0]
-            batch = [one for one in known if (one[0].steps, one[0].guidance) == (first.steps, first.guidance)][
-                : self.largest
-            ]
+            batch = [one for one in known if one[0].kind == first.kind][: self.largest]
             known = [one for one in known if one not in batch]
             make(self.pipe, [ask for ask, _ in batch])
             for _, done in batch:
                 done.set_result(time.perf_counter())
+
+    def by_clients(self, asks: Sequence[Ask]) -> float:
+        """Returns the seconds that 16 clients need, each of which asks again when it has its answer."""
+        begin, todo, lock = time.perf_counter(), iter(asks), threading.Lock()
+
+        def client() -> None:
+            for ask in todo_locked(todo, lock):
+                self.submit(ask).result()
+
+        threads = [threading.Thread(target=client) for _ in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begin
 
 
 def make(pipe: AtollPipeline, asks: Sequence[Ask]) -> list[bytes]:
@@ -236,22 +264,6 @@ def throughput(model: str, pipe: AtollPipeline, rounds: int) -> None:
             make(pipe, [ask])
         return (time.perf_counter() - begin) * num / 8
 
-    def batches() -> float:
-        """Closed loop: a client sends its next request when it has its answer."""
-        begin, todo = time.perf_counter(), iter(asks)
-
-        def client() -> None:
-            for ask in todo_locked(todo, lock):
-                static.submit(ask).result()
-
-        lock = threading.Lock()
-        threads = [threading.Thread(target=client) for _ in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.perf_counter() - begin
-
     def offline() -> float:
         begin = time.perf_counter()
         for start in range(0, num, CLIENTS):
@@ -263,7 +275,7 @@ def throughput(model: str, pipe: AtollPipeline, rounds: int) -> None:
         cpu = cpu_seconds(process.pid)
         contestants: dict[str, Callable[[], float]] = {
             "served": lambda: by_clients(url, asks), "(a) one at a time": one_at_a_time,
-            "(b) static batches": batches, "(c) offline, batch 16": offline,
+            "(b) static batches": lambda: static.by_clients(asks), "(c) offline, batch 16": offline,
         }  # fmt: skip
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in tqdm(range(rounds), "throughput", unit=" rounds", leave=False, disable=None):
@@ -308,9 +320,13 @@ def first_preview(url: str) -> None:
         return first, (after[1] - before[1]) / (after[0] - before[0])
 
     for others in (0, CLIENTS - 1):
-        found = [asyncio.run(run(others)) for _ in range(5)]
+        found = [asyncio.run(run(others)) for _ in range(9 if others == 0 else 5)]
         preview, step = (statistics.median(column) for column in zip(*found, strict=True))
-        print(f"first preview with {others} others: {1000 * preview:.0f} ms, {preview / step:.2f} steps")
+        ratios = [own / of for own, of in found]
+        print(
+            f"first preview with {others} others: {1000 * preview:.1f} ms, {preview / step:.2f} steps of "
+            f"{1000 * step:.1f} ms; {min(ratios):.2f} to {max(ratios):.2f}"
+        )
 
 
 async def steps(url: str) -> tuple[float, float]:
@@ -322,32 +338,214 @@ async def steps(url: str) -> tuple[float, float]:
     return count, total
 
 
-def latency(model: str, pipe: AtollPipeline, seconds: float) -> None:
-    static = StaticBatches(pipe, CLIENTS)
-    for name, asks_of in (
-        ("mixed: 5 to 30 steps, guidance 1, 2 or 3", mixed),
-        ("alike: 20 steps", lambda n, s: [Ask(i) for i in range(n)]),
-    ):
-        begin, some = time.perf_counter(), asks_of(4 * CLIENTS, 0)
-        for done in [static.submit(ask) for ask in some]:
-            done.result()
-        capacity = len(some) / (time.perf_counter() - begin)
-        rate = 0.7 * capacity
-        asks = asks_of(max(20, int(rate * seconds)), 1)
-        rng = random.Random(2)
-        arrivals = list(accumulate(rng.expovariate(rate) for _ in asks))
-        with command("serve", f"m={model}", "--port", 0, "--images", CLIENTS, "--waiting", 100_000) as (url, _):
+LOADS: dict[str, Callable[[int, int], list[Ask]]] = {
+    "mixed": mixed,  # 5 to 30 steps, guidance 1, 2 or 3
+    "alike": lambda num, seed: [Ask(i) for i in range(num)],  # 20 steps, guidance 2
+}
+
+
+class Steps(Observer):
+    """The CPU time of each step, by the number of images."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, list[float]] = {}
+        self._last: tuple[float, int] | None = None
+
+    def stepped(self, seconds: float, images: int, samples: Counter[int]) -> None:
+        now = time.thread_time()  # of the scheduler's thread, which calls this
+        if self._last is not None and self._last[1] == images:
+            self.seconds.setdefault(images, []).append(now - self._last[0])
+        self._last = now, images
+
+
+def theory(pipe: AtollPipeline) -> None:
+    """What a step costs, and what that leaves to scheduling."""
+    observer = Steps()
+    scheduler = Scheduler(pipe, Limits(images=CLIENTS), observer)
+    print("\nCPU time of a step, ms, by the number of images (guidance 2, four prompts; each at a step of its own)")
+    found: dict[int, float] = {}
+    for num in (1, 2, 4, 8, 16):
+        ended = threading.Semaphore(0)
+
+        def tell(event: Event, ended: threading.Semaphore = ended) -> None:
+            if not isinstance(event, Preview):
+                ended.release()
+
+        asks = [Ask(i, 40 + i) for i in range(num)]
+        jobs = [Job(ask.prompt, "", ask.number, pipe.plan(steps=ask.steps, guidance=2.0), str(ask)) for ask in asks]
+        scheduler.submit(jobs, [tell] * num)
+        for _ in jobs:
+            ended.acquire()
+        found[num] = statistics.median(observer.seconds[num])
+        print(f"{num:3} images {1000 * found[num]:6.1f}   per image {1000 * found[num] / num:5.2f}")
+    scheduler.close()
+    per_row = (found[16] - found[8]) / 16  # an image is a row, or two if guided
+    rows, costs = zip((1, found[1] - per_row), *((2 * num, seconds) for num, seconds in found.items()), strict=True)
+
+    def cost(num: int) -> float:
+        return float(np.interp(num, rows, costs))
+
+    predict(cost)
+
+
+def predict(cost: Cost, num: int = 4000) -> None:
+    """Prints p95 of static batches against others, all simulated with the same arrivals."""
+    print("p95 of static batches, simulated at 70% load, against that of")
+    for name, asks_of in LOADS.items():
+        asks = asks_of(num, 1)
+        requests, kinds = [Request(ask.steps, 1 + (ask.guidance != 1)) for ask in asks], [ask.kind for ask in asks]
+
+        def seconds(batch: list[int], now: float, requests: Sequence[Request] = requests) -> float:
+            return requests[batch[0]].steps * cost(len(batch) * requests[batch[0]].rows)
+
+        arrivals = poisson(num, 0.7 * capacity(kinds, seconds, CLIENTS), 2)
+        static = quantile(static_batches(kinds, arrivals, seconds, CLIENTS), 0.95)
+        alone = quantile([request.steps * cost(request.rows) for request in requests], 0.95)
+        gains = [
+            f"at most {places} at a time {static / quantile(step_level(requests, arrivals, cost, places), 0.95):.2f}"
+            for places in (16, 8, 4, 2)
+        ]
+        print(f"  {name}: {', '.join(gains)}; a machine for each request {static / alone:.2f}")
+
+
+def latency(
+    model: str, pipe: AtollPipeline, loads: Sequence[str], seconds: float, seeds: Sequence[int], added: float
+) -> None:
+    """Arrivals at 70% of what static batches can do; `added` milliseconds delay all experts, which are remote then."""
+    with ExitStack() as stack:
+        flags: list[object] = []
+        if added:
+            urls = stack.enter_context(owners(model, range(pipe.index.num_experts)))
+            urls = stack.enter_context(delayed(urls, added / 1000))
+            pipe = AtollPipeline(model, elsewhere={k: RemoteExpert(url, timeout=60) for k, url in urls.items()})
+            flags = [flag for k, url in urls.items() for flag in ("--remote", f"{k}={url}")] + ["--remote-timeout", 60]
+        static = StaticBatches(pipe, CLIENTS)
+        serve = ("serve", f"m={model}", "--port", 0, "--images", CLIENTS, "--waiting", 100_000, *flags)
+        url, _ = stack.enter_context(command(*serve))
+        for name in loads:
+            asks = LOADS[name](2 * CLIENTS, 0)
             by_clients(url, asks[:CLIENTS])
-            ours = asyncio.run(_open_loop(url, asks, arrivals))
-            theirs = _open_loop_static(static, asks, arrivals)
-        print(f"\nlatency, {name}; {rate:.1f} requests/s, 70% of what static batches can do, {len(asks)} requests")
-        for who, found in (("served", ours), ("(b) static batches", theirs)):
-            print(f"{who:22} p50 {1000 * _quantile(found, 0.5):6.0f} ms   p95 {1000 * _quantile(found, 0.95):6.0f} ms")
-        print(f"p95 of (b) / served: {_quantile(theirs, 0.95) / _quantile(ours, 0.95):.2f}")
+            rate = 0.7 * len(asks) / static.by_clients(asks)
+            where = f"all experts remote, {added:g} ms added" if added else "experts here"
+            print(f"\nlatency, {name}; {where}; {rate:.2f} requests/s, 70% of what static batches can do")
+            both = list[float](), list[float]()
+            for seed in seeds:
+                asks = LOADS[name](max(20, int(rate * seconds)), seed)
+                arrivals = poisson(len(asks), rate, seed)
+                both[0].extend(ours := asyncio.run(_open_loop(url, asks, arrivals)))
+                both[1].extend(theirs := _open_loop_static(static, asks, arrivals))
+                _compare(f"seed {seed}, {len(asks)} requests", ours, theirs)
+            _compare("all", *both)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+class Turns:
+    """Two clocks of CPU time: whoever is behind works, so that both meet the same other work on this machine."""
+
+    def __init__(self) -> None:
+        self._now, self._changed = [0.0, 0.0], threading.Condition()
+
+    def take(self, who: int, now: float) -> None:
+        """Waits until the other is not behind."""
+        with self._changed:
+            self._now[who] = now
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: (self._now[who], who) < (self._now[1 - who], 1 - who) or now == math.inf)
+
+    def end(self, who: int) -> None:
+        self.take(who, math.inf)
+
+
+class OnCpuClock(Observer):
+    """A scheduler whose requests arrive by a clock that shows the CPU time of its steps alone.
+
+    So other work on this machine matters less. Where nothing is in flight, the clock jumps to the next arrival. PNG
+    files are made by the scheduler's thread, and count; HTTP does not, as it does not for static batches.
+    """
+
+    def __init__(self, pipe: AtollPipeline, asks: Sequence[Ask], arrivals: Sequence[float], turns: Turns) -> None:
+        self.pipe, self.asks, self.arrivals, self.turns = pipe, asks, arrivals, turns
+        self.latencies = [0.0] * len(asks)
+        self._now, self._cpu, self._arrived = arrivals[0], 0.0, 0
+        self._open: set[int] = set()
+        self._done: list[int] = []  # in this step
+        self._ended = threading.Event()
+        self._scheduler = Scheduler(pipe, Limits(images=CLIENTS, waiting=100_000), self)
+
+    def start(self) -> None:
+        self._submit()
+
+    def end(self) -> list[float]:
+        self._ended.wait()
+        self._scheduler.close()
+        return self.latencies
+
+    def stepped(self, seconds: float, images: int, samples: Counter[int]) -> None:
+        cpu = time.thread_time()  # of the scheduler's thread, which calls this
+        self._now, self._cpu = self._now + cpu - self._cpu, cpu
+        for k in self._done:
+            self.latencies[k] = self._now - self.arrivals[k]
+        self._done.clear()
+        self._submit()
+        self.turns.take(0, self._now if self._open else math.inf)  # all is done
+
+    def _submit(self) -> None:
+        if not self._open and self._arrived < len(self.asks):
+            self._now = max(self._now, self.arrivals[self._arrived])
+        while self._arrived < len(self.asks) and self.arrivals[self._arrived] <= self._now:
+            k, self._arrived = self._arrived, self._arrived + 1
+            ask = self.asks[k]
+            plan = self.pipe.plan(steps=ask.steps, guidance=ask.guidance)
+            self._open.add(k)
+            self._scheduler.submit([Job(ask.prompt, "", ask.number, plan, str(k))], [partial(self._tell, k)])
+        if not self._open:
+            self._ended.set()
+
+    def _tell(self, k: int, event: Event) -> None:
+        assert isinstance(event, Finished), event
+        ask, image = self.asks[k], self.pipe.render(event.latents)[0]
+        described_png(image, prompt=ask.prompt, seed=ask.number, settings=self.pipe.settings_of(self.pipe.plan()))
+        self._open.remove(k)
+        self._done.append(k)
+
+
+def latency_on_cpu_clock(pipe: AtollPipeline, loads: Sequence[str], num: int, seeds: Sequence[int]) -> None:
+    """Arrivals at 70% of what static batches can do; time is the CPU time of the work."""
+
+    def cpu_seconds_of(asks: Sequence[Ask], turns: Turns | None, batch: list[int], now: float) -> float:
+        if turns is not None:
+            turns.take(1, now)
+        begin = time.thread_time()
+        make(pipe, [asks[k] for k in batch])
+        return time.thread_time() - begin
+
+    for name in loads:
+        asks = LOADS[name](3 * CLIENTS, 0)
+        rate = 0.7 * capacity([ask.kind for ask in asks], partial(cpu_seconds_of, asks, None), CLIENTS)
+        print(f"\nlatency by CPU time, {name}; {rate:.2f} requests/s, 70% of what static batches can do")
+        both = list[float](), list[float]()
+        for seed in seeds:
+            asks = LOADS[name](num, seed)
+            arrivals = poisson(num, rate, seed)
+            kinds, turns = [ask.kind for ask in asks], Turns()
+            scheduled = OnCpuClock(pipe, asks, arrivals, turns)
+            scheduled.start()
+            theirs = static_batches(kinds, arrivals, partial(cpu_seconds_of, asks, turns), CLIENTS)
+            turns.end(1)
+            ours = scheduled.end()
+            both[0].extend(ours)
+            both[1].extend(theirs)
+            _compare(f"seed {seed}, {num} requests", ours, theirs)
+        _compare("all", *both)
+
+
+def _compare(name: str, ours: Sequence[float], theirs: Sequence[float]) -> None:
+    shares = [[1000 * quantile(found, share) for share in (0.5, 0.95)] for found in (ours, theirs)]
+    (p50, p95), (static_p50, static_p95) = shares
+    print(
+        f"  {name}: served p50 {p50:.0f} ms, p95 {p95:.0f}; static batches {static_p50:.0f}, {static_p95:.0f}; "
+        f"p95 {static_p95 / p95:.2f} times lower",
+        flush=True,
+    )
 
 
 async def _open_loop(url: str, asks: Sequence[Ask], arrivals: Sequence[float]) -> list[float]:
@@ -372,65 +570,81 @@ def _open_loop_static(static: StaticBatches, asks: Sequence[Ask], arrivals: Sequ
     return [done.result() - begin - at for done, at in zip(waiting, arrivals, strict=True)]
 
 
-@asynccontextmanager
-async def _delayed(port: int, delay: float) -> AsyncIterator[int]:
-    """Yields the port of a proxy that adds half of `delay` each way."""
+@contextmanager
+def owners(model: str, numbers: Sequence[int]) -> Iterator[dict[int, str]]:
+    """Yields the URLs of these experts, each in a process of its own."""
+    with ExitStack() as stack:
+        yield {k: stack.enter_context(command("serve-expert", f"{model}/expert_{k}", "--port", 0))[0] for k in numbers}
 
+
+@contextmanager
+def delayed(urls: dict[int, str], delay: float) -> Iterator[dict[int, str]]:
+    """Yields the URLs of proxies that add half of `delay` each way, all in one process that has nothing else to do."""
+    here, there = get_context("spawn").Pipe()
+    ports = [int(url.rsplit(":")[-1]) for url in urls.values()]
+    process = get_context("spawn").Process(target=_proxy, args=(ports, delay, there), daemon=True)
+    process.start()
+    try:
+        yield {k: f"http://127.0.0.1:{port}" for k, port in zip(urls, here.recv(), strict=True)}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _proxy(ports: Sequence[int], delay: float, tell: ProcessPipe) -> None:
     async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
         while data := await reader.read(1 << 20):
-            await asyncio.sleep(delay / 2)
-            writer.write(data)
-            await writer.drain()
-        writer.close()
+            loop.call_later(delay / 2, writer.write, data)
+        loop.call_later(delay / 2, writer.close)
 
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pipe(reader, back), pipe(there, writer), return_exceptions=True)
+    async def start(port: int) -> asyncio.Server:
+        async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(pipe(reader, back), pipe(there, writer), return_exceptions=True)
 
-    server = await asyncio.start_server(connect, "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[1]
+        return await asyncio.start_server(connect, "127.0.0.1", 0)
+
+    async def run() -> None:
+        servers = [await start(port) for port in ports]
+        tell.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.gather(*(server.serve_forever() for server in servers))
+
+    asyncio.run(run())
 
 
 def remote(model: str, pipe: AtollPipeline, rounds: int) -> None:
     """Three experts with their owners, one here; the same images, and what the way costs."""
-    from atoll.serving.remote import RemoteExpert
-
     asks = [Ask(i) for i in range(CLIENTS)]
     owned = list(range(1, min(4, pipe.index.num_experts)))
-    proxies: list[Any] = []
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
     with ExitStack() as stack:
-        urls = {k: stack.enter_context(command("serve-expert", f"{model}/expert_{k}", "--port", 0))[0] for k in owned}
+        urls = stack.enter_context(owners(model, owned))
         print(
-            f"\nexperts {owned} in processes of their own; ms per image of 20 steps, alone and in a batch of {CLIENTS}"
+            f"\nexperts {owned} in processes of their own; ms per image of 20 steps, median of {rounds} rounds in turns"
         )
+        pipes = {"all local": pipe}
+        for delay in (0.0, 0.02, 0.1):
+            far = stack.enter_context(delayed(urls, delay))
+            experts = {k: RemoteExpert(url, timeout=30) for k, url in far.items()}
+            pipes[f"{1000 * delay:.0f} ms added"] = AtollPipeline(model, elsewhere=experts)
 
         def timed(one: AtollPipeline, num: int) -> float:
             begin = time.perf_counter()
             make(one, asks[:num])
             return 1000 * (time.perf_counter() - begin) / num
 
-        def report(name: str, one: AtollPipeline) -> None:
-            found = [[timed(one, num) for num in (1, CLIENTS)] for _ in range(rounds)]
-            alone, batch = (statistics.median(column) for column in zip(*found, strict=True))
-            print(f"{name:22} {alone:8.0f} {batch:8.1f}")
-
-        report("all local", pipe)
-        for delay in (0.0, 0.02, 0.1):
-
-            def opened(k: int, delay: float = delay) -> Any:
-                proxy = _delayed(int(urls[k].rsplit(":")[-1]), delay)
-                proxies.append(proxy)  # which would end with the last reference to it
-                port = asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result()
-                return RemoteExpert(f"http://127.0.0.1:{port}", timeout=30)
-
-            far = AtollPipeline(model, elsewhere={k: opened(k) for k in owned})
-            report(f"{1000 * delay:.0f} ms added", far)
-            options: dict[str, Any] = {"seed": 3, "routing": "full", "output_type": "latent", "progress": False}
-            here, there = (torch.as_tensor(one(PROMPTS, **options).images) for one in (pipe, far))
-            print(f"  largest difference of latents, routing full: {float((here - there).abs().max()):.1e}")
+        found: dict[str, list[list[float]]] = {name: [] for name in pipes}
+        for one in pipes.values():
+            make(one, asks)
+        for _ in range(rounds):
+            for name, one in pipes.items():
+                found[name].append([timed(one, num) for num in (1, CLIENTS)])
+        options: dict[str, Any] = {"seed": 3, "routing": "full", "output_type": "latent", "progress": False}
+        here = torch.as_tensor(pipe(PROMPTS, **options).images)
+        for name, one in pipes.items():
+            alone, batch = (statistics.median(column) for column in zip(*found[name], strict=True))
+            apart = float((torch.as_tensor(one(PROMPTS, **options).images) - here).abs().max())
+            print(f"{name:14} alone {alone:6.0f}   in a batch of {CLIENTS} {batch:6.1f}   latents apart {apart:.0e}")
 
 
 @dataclass
@@ -493,7 +707,7 @@ def soak(model: str, pipe: AtollPipeline, minutes: float) -> None:
         lost = sent - found.counts["200"] - found.counts["429"]
         print(f"\n{minutes:g} minutes at {2 * capacity:.1f} requests/s, twice the capacity")
         print(f"{sent} sent: {dict(found.counts)}")
-        print(f"lost: {lost}; 429 after {1000 * _quantile(found.refusals or [0.0], 0.95):.0f} ms (p95)")
+        print(f"lost: {lost}; 429 after {1000 * quantile(found.refusals or [0.0], 0.95):.0f} ms (p95)")
         print(f"memory: {memory[0]:.0f} MB at first, {early:.0f} in the second quarter, {late:.0f} in the last")
         process.send_signal(signal.SIGTERM)
         print(f"SIGTERM: exit code {process.wait(120)}")
@@ -588,17 +802,27 @@ def main() -> None:
     parser.add_argument("model", help="a folder that `atoll assemble` has made")
     parser.add_argument("--parts", nargs="+", default=["throughput", "latency", "remote"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30, help="of arrivals, per row of `latency`")
+    parser.add_argument("--seconds", type=float, default=60, help="of arrivals in `latency`, for each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of `latency`")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="of `latency`")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="of `latency`")
+    parser.add_argument("--added", type=float, default=0, help="ms, by which `latency` delays all experts, then remote")
     parser.add_argument("--minutes", type=float, default=10, help="of `soak`")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=200, help="of `kill`, at least")
+    parser.add_argument("--requests", type=int, default=200, help="of `kill`, at least; of `latency --clock cpu`")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    share_interpreter()
     pipe = AtollPipeline(args.model)
     make(pipe, [Ask(0)])
     parts: dict[str, Callable[[], None]] = {
         "throughput": lambda: throughput(args.model, pipe, args.rounds),
-        "latency": lambda: latency(args.model, pipe, args.seconds),
+        "theory": lambda: theory(pipe),
+        "latency": lambda: (
+            latency(args.model, pipe, args.loads, args.seconds, args.seeds, args.added)
+            if args.clock == "wall"
+            else latency_on_cpu_clock(pipe, args.loads, args.requests, args.seeds)
+        ),
         "remote": lambda: remote(args.model, pipe, args.rounds),
         "soak": lambda: soak(args.model, pipe, args.minutes),
         "kill": lambda: kill(args.model, args.kills, args.requests),

@@ -1,5 +1,6 @@
 """Step-level batching: each image is the pipeline's, whatever else is in flight; fair, bounded, faults kept apart."""
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from atoll.errors import InputError
 from atoll.sampling.ensemble import Mixture
 from atoll.sampling.expert import FolderExpert, VelocityExpert
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.images import OwnImages, Shown
 from atoll.serving.scheduler import BusyError, Event, Failed, Finished, Job, Preview, Scheduler
 from atoll.serving.settings import Limits
 from serving import eventually
@@ -132,6 +134,49 @@ def test_previews(scheduler, pipe):
     for event, preview in zip(told.events[0], expected.previews, strict=False):
         torch.testing.assert_close(event.latents[0], preview.x0, atol=1e-4, rtol=0)
     assert float(told.events[1][0].latents.std()) > float(told.events[0][0].latents.std())  # noise is in it
+
+
+def test_the_first_preview_is_ready_before_the_next_step(scheduler, pipe, monkeypatch):
+    """The scheduler's own thread decodes it; one that cannot be decoded ends its own request alone."""
+    many, order, threads = scheduler(), [], []
+    answer, render = Mixture.answer, many.pipe.render
+
+    def recorded(latents: torch.Tensor) -> list:
+        order.append("render")
+        threads.append(threading.current_thread().name)
+        return render(latents)
+
+    def evaluated(self: Mixture, *args: object) -> object:
+        order.append("step")
+        return answer(self, *args)
+
+    monkeypatch.setattr(many.pipe, "render", recorded)
+    monkeypatch.setattr(Mixture, "answer", evaluated)
+
+    async def shown(*jobs: Job) -> list[Shown]:
+        return [one async for one in OwnImages(many.pipe, many, jobs).shown() if one is not None]
+
+    found = asyncio.run(shown(make_job(pipe, previews=3)))
+    assert [type(one.event) for one in found] == [Preview, Preview, Preview, Finished]
+    assert order[:3] == ["step", "render", "step"]
+    assert threads[0].startswith("atoll-")
+    assert not threads[0].startswith("atoll-render")
+    assert all(name.startswith("atoll-render") for name in threads[1:])
+
+    def failing(latents: torch.Tensor) -> list:
+        if threading.current_thread().name.startswith("atoll-render"):
+            return render(latents)
+        raise InputError("it cannot be decoded")
+
+    async def both() -> list[object]:
+        work = shown(make_job(pipe, previews=1)), shown(make_job(pipe, seed=1))
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    monkeypatch.setattr(many.pipe, "render", failing)
+    failed, fine = asyncio.run(both())
+    assert isinstance(failed, InputError)
+    assert isinstance(fine, list)
+    assert isinstance(fine[-1].event, Finished)
 
 
 class Gate:

@@ -1,7 +1,8 @@
 """The images of one request on their way: what their scheduler tells, as PNG files.
 
 Events come from the scheduler's thread, images are decoded in a thread of their own, and the event loop does nothing
-that takes time.
+that takes time. The first preview of an image is decoded by the scheduler's thread itself, before the next step begins:
+it is what somebody waits for, and two threads that take turns at the interpreter would make it late.
 """
 
 import asyncio
@@ -43,26 +44,36 @@ class OwnImages:
     def __init__(self, pipe: AtollPipeline, scheduler: Scheduler, jobs: Sequence[Job]) -> None:
         """Submits them; raises BusyError if there is no room."""
         self.pipe, self.jobs = pipe, jobs
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event, bytes | None]]()
+        self._unseen = set(range(len(jobs)))  # those without a preview so far
         self._images = scheduler.submit(jobs, [partial(self._tell, i) for i in range(len(jobs))])
 
     def _tell(self, index: int, event: Event) -> None:
+        png = None
+        if isinstance(event, Preview) and index in self._unseen:
+            self._unseen.remove(index)
+            try:
+                png = self._render(self.jobs[index], event)
+            except Exception as error:  # of this image, not of all that are in flight
+                event = Failed(error)
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event, png))
 
     async def shown(self) -> AsyncIterator[Shown | None]:
         left = len(self.jobs)
         while left:
             try:
                 async with asyncio.timeout(BEAT):
-                    index, event = await self._events.get()
+                    index, event, png = await self._events.get()
             except TimeoutError:
                 yield None
                 continue
             if isinstance(event, Failed):
                 raise event.error
             left -= isinstance(event, Finished)
-            yield Shown(index, event, await self._loop.run_in_executor(POOL, self._render, self.jobs[index], event))
+            if png is None:
+                png = await self._loop.run_in_executor(POOL, self._render, self.jobs[index], event)
+            yield Shown(index, event, png)
 
     def _render(self, job: Job, event: Preview | Finished) -> bytes:
         """Returns a PNG; a finished one says how it was made."""
