@@ -4,6 +4,7 @@
     python benchmarks/few_steps.py methods demo --out methods               # three objectives, equal CPU time
     python benchmarks/few_steps.py avatars demo --out few                   # 4, 2 and 1 steps, three seeds
     python benchmarks/few_steps.py avatars demo --out few --experts         # and a student of each expert, mixed
+    python benchmarks/few_steps.py clock demo --out few                     # and their time per image
     python benchmarks/few_steps.py real MODEL DATA --out few-real           # any data with labels
 
 DEMO is what `atoll demo --out demo` has made. `methods` counts the CPU seconds of teacher and student alike:
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from atoll.cards import ModelIndex
 from atoll.data.shards import Dataset
 from atoll.diffusion.oracle import ClusteredGaussians
-from atoll.experiments.demo import FULL, Judge
+from atoll.experiments.demo import CHOSEN, FULL, Judge
 from atoll.experiments.evaluate import Contender, Evaluation
 from atoll.experiments.settings import MetricSettings
 from atoll.plots.contact_sheet import draw_samples
@@ -276,6 +277,20 @@ def avatars(demo: Path, out: Path, seeds: int, experts: bool) -> None:
     draw_samples(images, prompts, "the same prompts and noise").save(out / "few_steps.png")
 
 
+def clock(demo: Path, out: Path) -> None:
+    """CPU seconds of one core per image, without decoding, in turns: medians of seven rounds."""
+    pipes = {"ensemble": AtollPipeline(demo / "model")}
+    pipes |= {f"{count} steps": AtollPipeline(out / f"steps_{count}" / "seed_0" / "model") for count in COUNTS}
+    seconds: dict[tuple[str, int], list[float]] = {(name, num): [] for name in pipes for num in (1, len(CHOSEN))}
+    for _ in range(8):
+        for (name, num), found in seconds.items():
+            begin = time.process_time()
+            pipes[name](list(CHOSEN[:num]), seed=list(range(num)), output_type="latent", progress=False)
+            found.append((time.process_time() - begin) / num)
+    for (name, num), found in seconds.items():
+        print(f"{name:12} {1000 * float(np.median(found[1:])):6.1f} ms per image at batch {num}")
+
+
 def real(model: Path, data: Path, out: Path, seeds: int, num: int) -> None:
     """The ensemble and its students by kernel distance and the labels that are seen in the images."""
     measured = MetricSettings(num=num, features=("efficientnet:96", "simple"), metrics=("frechet", "kernel", "labels"))
@@ -292,7 +307,7 @@ def real(model: Path, data: Path, out: Path, seeds: int, num: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("oracle", "methods", "avatars", "real"))
+    parser.add_argument("part", choices=("oracle", "methods", "avatars", "clock", "real"))
     parser.add_argument("given", type=Path, nargs="*", help="DEMO, or MODEL and DATA")
     parser.add_argument("--out", type=Path, default=Path("few"))
     parser.add_argument("--seeds", type=int, default=3)
@@ -307,6 +322,8 @@ def main() -> None:
         methods(args.given[0], args.out, args.seconds, args.num or 2048)
     elif args.part == "avatars":
         avatars(args.given[0], args.out, args.seeds, args.experts)
+    elif args.part == "clock":
+        clock(args.given[0], args.out)
     else:
         real(args.given[0], args.given[1], args.out, args.seeds, args.num or 400)
 

@@ -23,6 +23,7 @@ from atoll.diffusion.schedules import get_schedule
 from atoll.diffusion.solvers import bounded_x0, ddim, table_times
 from atoll.diffusion.transfer import Transfer
 from atoll.errors import InputError
+from atoll.experiments import reproduce
 from atoll.experiments.dry_run import commands_of
 from atoll.experiments.originals import Originals
 from atoll.experiments.studies import Lab, Recipe, get_studies
@@ -300,6 +301,20 @@ class TestProtocols:
         for name in ("clusters", "experts", "flops", "correlation", "student", "table2"):
             for row in self.rows(name).rows:
                 assert row.sampling.routing == "top1" or len(row.model.parts) > 1
+
+    def test_same_noise_is_compared_within_a_seed(self, monkeypatch):
+        monkeypatch.setattr(reproduce, "training_figures", lambda model: {})
+        seeds = [get_studies(["correlation"], Lab(Path("OUT"), Recipe.read("reproduce"), seed)) for seed in range(2)]
+        studies = [study["correlation"] for study in seeds]
+        measured = {reproduce._node(studies[0]): ({"figures": {}}, None)}
+        for number, study in enumerate(studies):
+            for row in study.rows:
+                node = reproduce._node(study, row)
+                assert f"seed_{number}" in str(node[3].model)
+                assert f"seed_{number}" in str(node[4].model)  # its own monolith
+                measured[node] = ({"figures": {}, "hash": str(number)}, None)
+        rows = reproduce._describe(studies, measured)["rows"]
+        assert [row["hash"] for row in rows[1:]] == [["0", "1"]] * len(studies[0].rows)
 
     def test_threshold_is_one_in_time(self):
         study = self.rows("threshold", "reproduce")
