@@ -298,7 +298,8 @@ def real(model: Path, data: Path, out: Path, seeds: int, num: int) -> None:
 
     def measure(name: str, folder: Path) -> None:
         figures = evaluation.judge(Contender(name, folder, Sampling()))["figures"]
-        print(f"{name:44} " + ", ".join(f"{k} {v:.4g}" for k, v in figures.items() if isinstance(v, float)), flush=True)
+        shown = {key: figure["value"] for key, figure in figures.items() if isinstance(figure, dict)}
+        print(f"{name:34} " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items() if value), flush=True)
 
     measure("ensemble, 20 steps, guidance 2", model)
     for name, seed, folder in students(model, data, out, seeds, experts=False):
