@@ -74,7 +74,7 @@ class World:
             "seconds": round(time.perf_counter() - clock, 1),
             "cpu_seconds": round(cpu_seconds() - before, 1),
         }
-        print(f"{name:8} {self.stages[name]['seconds']:7.1f} s, {self.stages[name]['cpu_seconds']:7.1f} of CPU", flush=True)  # fmt: skip
+        print(name, "{seconds:.1f} s, {cpu_seconds:.1f} s of CPU".format(**self.stages[name]), sep=": ", flush=True)
 
 
 def cpu_seconds() -> float:
@@ -132,7 +132,8 @@ def main(
         fingerprint = re.search("root: ([0-9a-f ]+)", said)[1].strip()  # type: ignore[index]
     with world.stage("join"):
         for name in ("ben", "carla", "dora", "emil"):
-            world.run(name, "join", "--name", name, "--root", fingerprint, *(["--data", out / "mine"] if name == "dora" else []))  # fmt: skip
+            brought = ["--data", out / "mine"] if name == "dora" else []
+            world.run(name, "join", "--name", name, "--root", fingerprint, *brought)
     with world.stage("train"):
         different = as_flags(plan.ddpm, plan.expert)
         first = [world.start("emil", "train", "--slot", ddpm, *different), world.start("dora", "train")]
@@ -140,8 +141,8 @@ def main(
         others = [world.start(name, "train") for name in ("ben", "carla")]  # any slot that nobody has
         print(*(finish(process).splitlines()[-2] for process in others), sep="\n")
     with world.stage("verify"):
-        for name in ("vera", "walt"):
-            print(world.run(name, "verify"))
+        judging = [world.start(name, "verify") for name in ("vera", "walt")]
+        print(*map(finish, judging), sep="\n")
     with world.stage("sample"):
         world.run("eve", "sample", *CHOSEN, "--out", out / "samples")
         print(world.run("eve", "status", "--html", out / "page.html", "--shares"))

@@ -1,5 +1,6 @@
 """The federation on a folder: the walk, leases, roles, thresholds, and what is refused."""
 
+import asyncio
 import errno
 import json
 import re
@@ -173,6 +174,40 @@ def test_own_images_stay_on_the_machine(world, tmp_path, trusting, capsys):
     [card] = set(files_below(tmp_path / "store")) - before
     assert card.name == "0002.json"
     assert card.stat().st_size < 2000
+
+
+def test_a_server_takes_a_new_expert_without_a_dropped_request(accepted, trusting):
+    """A federation's URL is served, and what is accepted meanwhile is served from the next look on."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("fastapi")
+    from serving import eventually, in_process
+
+    answers, ends = [], threading.Event()
+
+    def ask(url):
+        while not ends.is_set():
+            answers.append(httpx.post(f"{url}/v1/images/generations", json={"prompt": "a red square", "steps": 2},
+                                      timeout=120))  # fmt: skip
+
+    with accepted.person("eve"), in_process(f"birds={accepted.url}") as (url, state):
+        old = state.models.get("birds")
+        assert [part["place"] for part in old.about["atoll"]["experts"]] == ["here"]
+        assert "ben" in old.about["atoll"]["credits"]
+        asyncio.run(state.reload())
+        assert state.models.get("birds") is old  # nothing is new
+        askers = [threading.Thread(target=ask, args=(url,)) for _ in range(2)]
+        for asker in askers:
+            asker.start()
+        eventually(lambda: len(answers) > 3)
+        accepted.verify("anna")  # the expert of slot 1
+        asyncio.run(state.reload())
+        after, new = len(answers), state.models.get("birds")
+        assert [part["place"] for part in new.about["atoll"]["experts"]] == ["here", "here"]
+        eventually(lambda: len(answers) > after + 3)
+        ends.set()
+        for asker in askers:
+            asker.join()
+    assert {answer.status_code for answer in answers} == {200}
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------
