@@ -657,11 +657,19 @@ def test_bad_input_is_one_sentence(accepted, tmp_path, capsys, data):
     assert "every slot" in " ".join(accepted.train("ben"))
 
 
-def test_a_charter_of_a_newer_version_is_one_sentence(world):
-    world.create()
-    values = world.open("ben").charter.model_dump()
-    with pytest.raises(InputError, match="format 2, and this version of atoll reads 1: install a newer atoll"):
-        Charter.read({**values, "format": 2, "news": True}, "it")
+def test_a_charter_of_a_newer_version_is_one_sentence(world, capsys, monkeypatch):
+    """One that founders have signed with a newer atoll, whatever else it says."""
+    dump = Charter.model_dump_json
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Charter, "model_dump_json", lambda self: json.dumps({**json.loads(dump(self)), "format": 2, "news": True})
+        )
+        with pytest.raises(InputError):
+            world.create()
+    for verb in ("status", "join", "train"):
+        assert "format 2, and this version of atoll reads 1: install a newer atoll" in fails(
+            capsys, world, verb, world.url
+        )
 
 
 def test_a_store_that_may_only_be_read(accepted, trusting, capsys, monkeypatch):
@@ -682,8 +690,12 @@ def test_a_full_disk_is_one_sentence(accepted, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tuf.ngclient.updater.Updater._persist_file", full)
-    assert "No space left on device" in fails(capsys, accepted, "status", accepted.url)
+    with monkeypatch.context() as patch:
+        patch.setattr("tuf.ngclient.updater.Updater._persist_file", full)
+        assert "No space left on device" in fails(capsys, accepted, "status", accepted.url)
+    monkeypatch.setattr("tuf.ngclient.updater.Updater.download_target", full)
+    with pytest.raises(InputError, match=r"No space left on device\): free the disk"), accepted.person("eve"):
+        build_model(Federation.open(accepted.url))
 
 
 def test_status_asks_for_a_bounded_number_of_objects(accepted, monkeypatch):

@@ -20,7 +20,7 @@ from atoll.federation.roles import Federation
 from atoll.federation.submission import Key, read_submission
 from atoll.object_store import open_store
 from federations import TRAINING, World, environment, make_data
-from object_stores import BUCKET, FaultyProxy, seaweedfs
+from object_stores import BUCKET, SECRET, FaultyProxy, seaweedfs
 
 pytest.importorskip("tuf")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -196,3 +196,42 @@ def test_a_lease_is_not_stuck_longer_than_its_time(server, data, tmp_path):
         assert claim(store, [0], carla, lambda _: "run", 1, 6, tmp_path / "memory") is None
         time.sleep(8)
         assert claim(store, [0], carla, lambda _: "run", 1, 6, tmp_path / "memory") is not None
+
+
+def test_credentials_that_do_not_suffice_or_expire_on_the_way(data, tmp_path, monkeypatch):
+    """A reader cannot train; who is locked out in the middle gets one sentence, and resumes when let in again."""
+    url = f"s3://{BUCKET}/locked"
+    with seaweedfs(tmp_path / "weed") as server:
+        world = World(url, tmp_path, data)
+        world.create()
+        for name in ("ben", "carla"):
+            with world.person(name):
+                pass
+        with monkeypatch.context() as patch:
+            patch.setenv("AWS_ACCESS_KEY_ID", "reader")
+            assert "2 wanted" in atoll(tmp_path, "carla", "federation", "status", url).stdout
+            process = start(tmp_path, "carla", "federation", "train", url)
+            assert_one_sentence(process, "refuses access: check the credentials in the environment")
+        process = start(tmp_path, "carla", "federation", "status", f"{url}/elsewhere")
+        assert_one_sentence(process, "is no federation: check the URL")
+        process = start(tmp_path, "carla", "federation", "status", "s3://nobodys-bucket/x")
+        assert_one_sentence(process, "nobodys-bucket")
+        words = ["federation", "train", url, "--slot", "0", "--steps", "300", "--log-every", "10"]
+        process = start(tmp_path, "ben", *words)
+        store, deadline = open_store(url), time.monotonic() + 240
+        while not store.list("runs/0000") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for secret in ("another secret", SECRET):
+            server.kill()
+            server.let_in(secret)
+            server.start()
+            if secret != SECRET:
+                assert_one_sentence(process, "refuses access: check the credentials in the environment")
+        assert "submitted" in atoll(tmp_path, "ben", *words).stdout
+
+
+def assert_one_sentence(process: subprocess.Popen, sentence: str) -> None:
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 2, output
+    assert sentence in output.splitlines()[-1]
+    assert "Traceback" not in output
