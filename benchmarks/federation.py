@@ -1,8 +1,9 @@
-"""What a federation costs: `status` of a large one, and training for one against plain training.
+"""What a federation costs, and whom its gate lets in.
 
 python benchmarks/federation.py status           # 1,000 slots and 10,000 submissions, in a folder
 python benchmarks/federation.py status --url s3://bucket/large
-python benchmarks/federation.py train            # CPU time of `atoll federation train` over that of `atoll train`
+python benchmarks/federation.py train DATA       # CPU time of `atoll federation train` over that of `atoll train`
+python benchmarks/federation.py gate DEMO        # the default gate, and the experts of an `atoll demo`
 """
 
 import os
@@ -22,17 +23,23 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import tyro
 
+from atoll.data.shards import Dataset
 from atoll.federation.charter import FORMAT, Blob, Charter, Slot
 from atoll.federation.gate import Gate
 from atoll.federation.keys import Identity
 from atoll.federation.lease import Held, Lease
+from atoll.federation.quality import QualityError, check_quality
 from atoll.federation.roles import Federation, found, url_of
 from atoll.federation.status import read_status, render_text
 from atoll.federation.submission import Key
 from atoll.federation.verify import VerdictKey
+from atoll.networks.expert import Expert
 from atoll.object_store import Store
+from atoll.training.expert import ExpertTask
+from atoll.training.settings import ExpertSettings
 
 METHODS = ("get", "read", "head", "get_range", "modified", "put", "delete", "list", "list_modified")
 
@@ -148,6 +155,31 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ev
     print(f"federation train over train: median {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
+def gate(demo: Path) -> None:
+    """Measures errors by the default gate: of each slot's expert, of the next slot's, and of random weights.
+
+    Args:
+        demo: What `atoll demo` has made.
+    """
+    torch.set_num_threads(1)
+    experts = sorted((demo / "run").glob("expert_*"))
+    for slot, own in enumerate(experts):
+        task = ExpertTask(Dataset.open(demo / "data", slot), ExpertSettings("8x1", sample_every=0), torch.device("cpu"))
+        random = Expert.load(own)
+        torch.manual_seed(slot)
+        for p in random.network.parameters():
+            p.data = p.data.std(correction=0) * torch.randn_like(p)
+        next_one = experts[(slot + 1) % len(experts)]
+        for name, expert in {"its own": Expert.load(own), "next": Expert.load(next_one), "random": random}.items():
+            try:
+                errors = check_quality(expert, None, task, Gate())
+                said = "passes"
+            except QualityError as error:
+                errors, said = error.figures, str(error)
+            ratios = [e / b for e, b in zip(errors["expert"], errors["baseline"], strict=True)]
+            print(f"slot {slot}, {name} expert: {min(ratios):.2f} to {max(ratios):.2f}: {said}", flush=True)
+
+
 def run(environment: dict[str, str], *arguments: str) -> float:
     """Returns the CPU seconds of a command."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -158,5 +190,5 @@ def run(environment: dict[str, str], *arguments: str) -> float:
 
 if __name__ == "__main__":
     Data = Annotated[Path, tyro.conf.Positional]
-    train.__annotations__["data"] = Data
-    tyro.extras.subcommand_cli_from_dict({"status": status, "train": train})
+    train.__annotations__["data"] = gate.__annotations__["demo"] = Data
+    tyro.extras.subcommand_cli_from_dict({"status": status, "train": train, "gate": gate})
