@@ -78,9 +78,11 @@ def describe(files: Iterable[tuple[str, Path]]) -> Files:
     return {name: Blob(sha256=digest_of(path), size=size_of(path)) for name, path in files}
 
 
-def upload(store: Store, files: Sequence[tuple[str, Path]], what: str, again: bool = False) -> Files:
+def upload(
+    store: Store, files: Sequence[tuple[str, Path]], what: str, *, again: bool = False, known: Files | None = None
+) -> Files:
     """Uploads files as blobs, those that are not there yet or all `again`, with a bar; returns what they are."""
-    found = describe(files)
+    found = known or describe(files)
     blobs = {name: (path, found[name]) for name, path in files}
     total = sum(blob.size for _, blob in blobs.values())
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=1) as bar:
@@ -137,7 +139,7 @@ def submit(
     )  # fmt: skip
     content = seal(submission, identity)
     key = Key(sha256_of(content), slot)
-    upload(store, paths, "submit", again=store.exists(str(key)))
+    upload(store, paths, "submit", again=store.exists(str(key)), known=files)
     store.put(str(key), content)
     return key
 
