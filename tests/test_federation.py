@@ -192,7 +192,7 @@ def test_a_server_takes_a_new_expert_without_a_dropped_request(accepted, trustin
     with accepted.person("eve"), in_process(f"birds={accepted.url}") as (url, state):
         old = state.models.get("birds")
         assert [part["place"] for part in old.about["atoll"]["experts"]] == ["here"]
-        assert "ben" in old.about["atoll"]["credits"]
+        assert re.search(r"\| ben \|.*\| anna \([0-9a-f]{8}\) \|", old.about["atoll"]["credits"])  # and who verified it
         asyncio.run(state.reload())
         assert state.models.get("birds") is old  # nothing is new
         askers = [threading.Thread(target=ask, args=(url,)) for _ in range(2)]
