@@ -1,8 +1,9 @@
-"""What a federation costs: `status` of a large one, and training for one against plain training.
+"""What a federation costs, and whom its gate lets in.
 
 python benchmarks/federation.py status           # 1,000 slots and 10,000 submissions, in a folder
 python benchmarks/federation.py status --url s3://bucket/large
-python benchmarks/federation.py train            # CPU time of `atoll federation train` over that of `atoll train`
+python benchmarks/federation.py train DATA       # CPU time of `atoll federation train` over that of `atoll train`
+python benchmarks/federation.py gate DEMO        # the default gate, and the experts of an `atoll demo`
 """
 
 import os
@@ -22,17 +23,23 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import tyro
 
+from atoll.data.shards import Dataset
 from atoll.federation.charter import FORMAT, Blob, Charter, Slot
 from atoll.federation.gate import Gate
 from atoll.federation.keys import Identity
 from atoll.federation.lease import Held, Lease
+from atoll.federation.quality import QualityError, check_quality
 from atoll.federation.roles import Federation, found, url_of
 from atoll.federation.status import read_status, render_text
 from atoll.federation.submission import Key
 from atoll.federation.verify import VerdictKey
+from atoll.networks.expert import Expert
 from atoll.object_store import Store
+from atoll.training.expert import ExpertTask
+from atoll.training.settings import ExpertSettings
 
 METHODS = ("get", "read", "head", "get_range", "modified", "put", "delete", "list", "list_modified")
 
@@ -114,7 +121,7 @@ def fill(url: str, num_slots: int, num_submissions: int) -> Federation:
     return federation
 
 
-def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", every: int = 50) -> None:
+def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", batch: int = 32, every: int = 50) -> None:
     """Compares CPU time of the same training alone and for a federation in a folder, in turns.
 
     Args:
@@ -122,6 +129,7 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ev
         steps: Of each run.
         rounds: How often each of them is trained.
         model: Its size.
+        batch: With 1, steps cost little, and what a federation adds is seen more clearly.
         every: Steps between published checkpoints, as the gate's segment_steps.
     """
     ratios = []
@@ -129,7 +137,7 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ev
         for round_ in range(rounds):
             folder = Path(place) / str(round_)
             environment = {**os.environ, "ATOLL_HOME": f"{folder}/home", "XDG_CACHE_HOME": f"{folder}/cache"}
-            flags = [f"--steps={steps}", f"--model={model}", "--sample-every=0"]
+            flags = [f"--steps={steps}", f"--model={model}", f"--batch={batch}", "--sample-every=0"]
             url = str(folder / "store")
             run(
                 environment,
@@ -139,13 +147,41 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ev
                 f"--data={data}",
                 "--gate",
                 f"segment_steps={every}",
-                *flags[:2],
+                *flags[:3],
             )
             plain = run(environment, "train", str(data), "--cluster=0", f"--out={folder / 'plain'}", *flags)
             federated = run(environment, "federation", "train", url, "--slot=0")
             ratios.append(federated / plain)
-            print(f"round {round_}: train {plain:.1f} s of CPU, federation train {federated:.1f} s: {ratios[-1]:.3f}")
+            print(
+                f"round {round_}: train {plain:.1f} s of CPU, federation train {federated:.1f} s: "
+                f"{federated - plain:+.1f} s, {ratios[-1]:.3f}", flush=True,
+            )  # fmt: skip
     print(f"federation train over train: median {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+def gate(demo: Path) -> None:
+    """Measures errors by the default gate: of each slot's expert, of the next slot's, and of random weights.
+
+    Args:
+        demo: What `atoll demo` has made.
+    """
+    torch.set_num_threads(1)
+    experts = sorted((demo / "run").glob("expert_*"))
+    for slot, own in enumerate(experts):
+        task = ExpertTask(Dataset.open(demo / "data", slot), ExpertSettings("8x1", sample_every=0), torch.device("cpu"))
+        random = Expert.load(own)
+        torch.manual_seed(slot)
+        for p in random.network.parameters():
+            p.data = p.data.std(correction=0) * torch.randn_like(p)
+        next_one = experts[(slot + 1) % len(experts)]
+        for name, expert in {"its own": Expert.load(own), "next": Expert.load(next_one), "random": random}.items():
+            try:
+                errors = check_quality(expert, None, task, Gate())
+                said = "passes"
+            except QualityError as error:
+                errors, said = error.figures, str(error)
+            ratios = [e / b for e, b in zip(errors["expert"], errors["baseline"], strict=True)]
+            print(f"slot {slot}, {name} expert: {min(ratios):.2f} to {max(ratios):.2f}: {said}", flush=True)
 
 
 def run(environment: dict[str, str], *arguments: str) -> float:
@@ -158,5 +194,5 @@ def run(environment: dict[str, str], *arguments: str) -> float:
 
 if __name__ == "__main__":
     Data = Annotated[Path, tyro.conf.Positional]
-    train.__annotations__["data"] = Data
-    tyro.extras.subcommand_cli_from_dict({"status": status, "train": train})
+    train.__annotations__["data"] = gate.__annotations__["demo"] = Data
+    tyro.extras.subcommand_cli_from_dict({"status": status, "train": train, "gate": gate})

@@ -2,6 +2,7 @@
 
 import http.client
 import http.server
+import json
 import logging
 import os
 import random
@@ -101,13 +102,18 @@ class SeaweedFS:
     def __init__(self, folder: Path) -> None:
         self.folder, self.process = folder, None
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "s3.json").write_text(
-            '{"identities": [{"name": "someone", "credentials": [{"accessKey": "someone", "secretKey": "'
-            + SECRET
-            + '"}], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}]}'
-        )
+        self.let_in(SECRET)
         self.ports = [_free_port() for _ in range(4)]
         self.endpoint = f"http://127.0.0.1:{self.ports[0]}"
+
+    def let_in(self, secret: str) -> None:
+        """Says which secret lets someone do everything, and a reader read; from the next start on."""
+        rights = {"someone": ["Admin", "Read", "Write", "List", "Tagging"], "reader": ["Read", "List"]}
+        people = [
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}], "actions": actions}
+            for name, actions in rights.items()
+        ]
+        (self.folder / "s3.json").write_text(json.dumps({"identities": people}))
 
     def start(self) -> None:
         weed = shutil.which("weed") or str(Path(os.sys.executable).parent / "weed")
@@ -121,6 +127,7 @@ class SeaweedFS:
                  f"-filer.port.grpc={grpc['filer']}", f"-s3.port.grpc={grpc['s3']}", "-volume.max=20",
                  "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"],
                 stdout=log, stderr=log, start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name[:4] != "AWS_"},  # it lets these in
             )  # fmt: skip
         deadline = time.monotonic() + 90
         while True:

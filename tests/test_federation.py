@@ -1,5 +1,6 @@
 """The federation on a folder: the walk, leases, roles, thresholds, and what is refused."""
 
+import asyncio
 import errno
 import json
 import re
@@ -173,6 +174,40 @@ def test_own_images_stay_on_the_machine(world, tmp_path, trusting, capsys):
     [card] = set(files_below(tmp_path / "store")) - before
     assert card.name == "0002.json"
     assert card.stat().st_size < 2000
+
+
+def test_a_server_takes_a_new_expert_without_a_dropped_request(accepted, trusting):
+    """A federation's URL is served, and what is accepted meanwhile is served from the next look on."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("fastapi")
+    from serving import eventually, in_process
+
+    answers, ends = [], threading.Event()
+
+    def ask(url):
+        while not ends.is_set():
+            answers.append(httpx.post(f"{url}/v1/images/generations", json={"prompt": "a red square", "steps": 2},
+                                      timeout=120))  # fmt: skip
+
+    with accepted.person("eve"), in_process(f"birds={accepted.url}") as (url, state):
+        old = state.models.get("birds")
+        assert [part["place"] for part in old.about["atoll"]["experts"]] == ["here"]
+        assert re.search(r"\| ben \|.*\| anna \([0-9a-f]{8}\) \|", old.about["atoll"]["credits"])  # and who verified it
+        asyncio.run(state.reload())
+        assert state.models.get("birds") is old  # nothing is new
+        askers = [threading.Thread(target=ask, args=(url,)) for _ in range(2)]
+        for asker in askers:
+            asker.start()
+        eventually(lambda: len(answers) > 3)
+        accepted.verify("anna")  # the expert of slot 1
+        asyncio.run(state.reload())
+        after, new = len(answers), state.models.get("birds")
+        assert [part["place"] for part in new.about["atoll"]["experts"]] == ["here", "here"]
+        eventually(lambda: len(answers) > after + 3)
+        ends.set()
+        for asker in askers:
+            asker.join()
+    assert {answer.status_code for answer in answers} == {200}
 
 
 # --- leases -----------------------------------------------------------------------------------------------------------
@@ -622,11 +657,19 @@ def test_bad_input_is_one_sentence(accepted, tmp_path, capsys, data):
     assert "every slot" in " ".join(accepted.train("ben"))
 
 
-def test_a_charter_of_a_newer_version_is_one_sentence(world):
-    world.create()
-    values = world.open("ben").charter.model_dump()
-    with pytest.raises(InputError, match="format 2, and this version of atoll reads 1: install a newer atoll"):
-        Charter.read({**values, "format": 2, "news": True}, "it")
+def test_a_charter_of_a_newer_version_is_one_sentence(world, capsys, monkeypatch):
+    """One that founders have signed with a newer atoll, whatever else it says."""
+    dump = Charter.model_dump_json
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Charter, "model_dump_json", lambda self: json.dumps({**json.loads(dump(self)), "format": 2, "news": True})
+        )
+        with pytest.raises(InputError):
+            world.create()
+    for verb in ("status", "join", "train"):
+        assert "format 2, and this version of atoll reads 1: install a newer atoll" in fails(
+            capsys, world, verb, world.url
+        )
 
 
 def test_a_store_that_may_only_be_read(accepted, trusting, capsys, monkeypatch):
@@ -647,8 +690,12 @@ def test_a_full_disk_is_one_sentence(accepted, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tuf.ngclient.updater.Updater._persist_file", full)
-    assert "No space left on device" in fails(capsys, accepted, "status", accepted.url)
+    with monkeypatch.context() as patch:
+        patch.setattr("tuf.ngclient.updater.Updater._persist_file", full)
+        assert "No space left on device" in fails(capsys, accepted, "status", accepted.url)
+    monkeypatch.setattr("tuf.ngclient.updater.Updater.download_target", full)
+    with pytest.raises(InputError, match=r"No space left on device\): free the disk"), accepted.person("eve"):
+        build_model(Federation.open(accepted.url))
 
 
 def test_status_asks_for_a_bounded_number_of_objects(accepted, monkeypatch):

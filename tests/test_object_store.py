@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from atoll.errors import InputError
+from atoll.errors import InputError, StoreError
 from atoll.object_store import PART, is_url, open_store
 from object_stores import SECRET, WrongServer, moto_server, use_server
 
@@ -167,6 +167,18 @@ def test_another_key_is_refused(s3, monkeypatch):
         with pytest.raises(InputError, match="refuses access: check the credentials") as caught:
             open_store("s3://lake/x", timeout=2, retry_for=2).get("a")
     assert SECRET not in repr(caught.getrepr())
+
+
+@pytest.mark.parametrize("status", [400, 403])
+def test_credentials_that_have_expired(monkeypatch, status):
+    """As AWS answers for a session token whose time is over; a HEAD has no body that could say so."""
+    with WrongServer(status, f"<Error><Code>ExpiredToken</Code><Token-0>{SECRET}</Token-0></Error>") as (endpoint, _):
+        use_server(monkeypatch, endpoint)
+        store = open_store("s3://lake/x", timeout=2, retry_for=2)
+        for ask in (lambda: store.get("a"), lambda: store.put("a", b"1"), lambda: list(store.list("a"))):
+            with pytest.raises(StoreError, match="credentials in the environment have expired: get new ones") as caught:
+                ask()
+            assert SECRET not in repr(caught.getrepr())
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,23 @@ class TestFolder:
         with pytest.raises(InputError, match="the hub did not take no"):
             pipe.push_to_hub("no")
 
+    def test_credits_go_with_the_model(self, mine, sent, tmp_path):
+        pipe = AtollPipeline.from_pretrained(mine)
+        (mine / "CREDITS.md").write_text(f"Ben. Hash of the model: `{pipe.index.hash}`.")
+        pipe.push_to_hub("me/model", prompts=[])
+        assert sent["CREDITS.md"] == (mine / "CREDITS.md").read_bytes()
+        pipe.save_pretrained(tmp_path / "copy")
+        AtollPipeline.from_pretrained(tmp_path / "copy").save_pretrained(tmp_path / "again")
+        pipe.save_pretrained(tmp_path / "again")  # a model is replaced with its credits
+        assert (tmp_path / "again" / "CREDITS.md").read_bytes() == (mine / "CREDITS.md").read_bytes()
+        (tmp_path / "again" / "CREDITS.md").write_text("mine")
+        with pytest.raises(InputError, match=r"holds CREDITS\.md, which is not of the model"):
+            pipe.save_pretrained(tmp_path / "again")
+        (mine / "CREDITS.md").unlink()
+        (mine / "CREDITS.md").symlink_to("/etc/hostname")
+        with pytest.raises(InputError, match=r"CREDITS\.md"):
+            pipe.save_pretrained(tmp_path / "third")
+
     def test_a_page_that_people_wrote_goes_to_the_hub_as_it_is(self, mine, sent):
         (mine / "README.md").write_text("ours")
         AtollPipeline.from_pretrained(mine).push_to_hub("me/model", prompts=["a"])

@@ -81,6 +81,10 @@ class TooLargeError(InputError):
     """An object that is larger than what it is to be may be."""
 
 
+class AccessError(StoreError):
+    """A store that does not let us in: trying again with the same credentials is of no use."""
+
+
 class NonsenseError(StoreError):
     """An answer that cannot be read, such as one that was cut short on its way."""
 
@@ -322,14 +326,25 @@ class Store:
             yield self._opened
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no {place}") from None
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError):
-            raise StoreError(f"{self.url} refuses access: check the credentials in the environment") from None
         except errors.PreconditionError:
             raise StoreError(f"{place} was replaced while it was read: start again") from None
         except (errors.BaseError, OSError, NotImplementedError) as error:
             # Not `from error`: its text holds the server's answer.
+            if _EXPIRED.search(str(error)):
+                raise AccessError(
+                    f"{self.url} refuses access, since the credentials in the environment have expired: get new ones "
+                    "and rerun the command"
+                ) from None
+            if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)) or _DENIED.search(
+                str(error)
+            ):
+                raise AccessError(f"{self.url} refuses access: check the credentials in the environment") from None
             kind = NonsenseError if (reason := _reason(error)) == NONSENSE else StoreError
             raise kind(f"{place} cannot be read or written ({reason}): check the server") from None
+
+
+_EXPIRED = re.compile(r"<Code>(ExpiredToken|ExpiredTokenException|RequestExpired|TokenRefreshRequired)</Code>")
+_DENIED = re.compile(r"status code: 40[13]\b")
 
 
 def _reason(error: Exception) -> str:

@@ -176,10 +176,8 @@ def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool
     data = mine
     if not (mine / DATASET).exists():
         data = federation.cache / "mine" / mine.resolve().name
-        settings = PrepareSettings(
-            size=theirs.settings.size, codec=f"saved:{encoders}", text=theirs.text.spec,
-            features=theirs.features.spec, license=theirs.license,
-        )  # fmt: skip
+        chosen = {"codec": f"saved:{encoders}", "text": theirs.text.spec, "features": theirs.features.spec}
+        settings = PrepareSettings(**{**theirs.settings.model_dump(), **chosen, "license": theirs.license})
         prepare(Source(str(mine), None, None, settings.size, 0, None), str(data), settings)
     card = DatasetCard.read(data)
     for part in ("codec", "text", "features"):

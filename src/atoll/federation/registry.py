@@ -7,15 +7,12 @@ from typing import Any
 
 from atoll.cards import INDEX, ModelIndex, hash_of
 from atoll.errors import InputError, printable
-from atoll.federation.charter import Charter
 from atoll.federation.create import data_folder
 from atoll.federation.roles import Accepted, Federation, is_federation
 from atoll.federation.verify import fetch_expert
 from atoll.sampling.assemble import assemble
-from atoll.sampling.model_card import cell
+from atoll.sampling.model_card import CREDITS, cell
 from atoll.storage import write_text
-
-CREDITS = "CREDITS.md"
 
 
 def find_model(place: str | Path, revision: str | None = None) -> Path | None:
@@ -53,15 +50,18 @@ def build_model(federation: Federation) -> Path:
         )
         federation.fetch_files(charter.router, router, "download router")
     index = assemble(folders, router, out, encoders, allow_missing=True, from_cards=router is None)
-    write_text(out / CREDITS, credits_page(charter, accepted, index))
+    write_text(out / CREDITS, credits_page(federation, accepted, index))
     return out
 
 
-def credits_page(charter: Charter, accepted: Mapping[int, Accepted], index: ModelIndex, shares: Any = None) -> str:
-    """Returns CREDITS.md: who trained what, on how much, under which licence."""
+def credits_page(
+    federation: Federation, accepted: Mapping[int, Accepted], index: ModelIndex, shares: Any = None
+) -> str:
+    """Returns CREDITS.md: who trained what, on how much, under which licence, and who has verified it."""
+    charter = federation.charter
     rows = [
-        "| expert | author | key | objective | steps | samples | FLOPs | led | licence | submission |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| expert | author | key | objective | steps | samples | FLOPs | led | licence | submission | verified by |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for slot, entry in sorted(accepted.items()):
         about = entry.about
@@ -71,6 +71,7 @@ def credits_page(charter: Charter, accepted: Mapping[int, Accepted], index: Mode
             about.get("samples"), f"{flops:.3g}" if isinstance(flops, int) else None,
             None if share is None else f"{share:.1%}",
             about.get("license"), entry.submission[:12],
+            ", ".join(f"{charter.name_of(key)} ({key[:8]})" for key in federation.signers(slot)),
         ]  # fmt: skip
         rows.append("| " + " | ".join("" if value is None else cell(value) for value in cells) + " |")
     licenses = sorted({str(entry.about.get("license")) for entry in accepted.values()})
@@ -93,6 +94,6 @@ def with_shares(federation: Federation, model: Path) -> dict[int, float]:
 
     shares = lead_shares(model, federation.charter.prompts)
     accepted = federation.experts(federation.slots())
-    page = credits_page(federation.charter, accepted, ModelIndex.read(model), shares)
+    page = credits_page(federation, accepted, ModelIndex.read(model), shares)
     write_text(model / CREDITS, page)
     return shares

@@ -54,6 +54,10 @@ class UnsignedError(InputError):
     """Metadata that not enough of those have signed who may."""
 
 
+class AlteredError(InputError):
+    """What lies in the store is not what was signed, which says nothing of what was: it can be uploaded again."""
+
+
 class Accepted(NamedTuple):
     """What verifiers have signed of a slot."""
 
@@ -296,6 +300,15 @@ class Federation:
         signed = self.root.signed
         return [signed.keys[keyid].keyval["public"] for keyid in signed.roles["root"].keyids]
 
+    def signers(self, slot: int) -> list[str]:
+        """Returns the public keys of the verifiers who have signed that a slot has its expert."""
+        from tuf.api.metadata import Metadata
+
+        role = self._bin(slot)
+        metadata = Metadata.from_file(str(self.folder / f"{role}.json"))
+        keys = self.targets.signed.delegations.keys  # type: ignore[union-attr]
+        return [keys[keyid].keyval["public"] for keyid in self._valid(metadata, self.targets.signed, role)]
+
     @property
     def num_verdicts(self) -> int:
         """How many verifiers must accept an expert."""
@@ -333,9 +346,9 @@ class Federation:
                 "who signed it was revoked"
             ) from error
         except tuf.DownloadHTTPError as error:
-            raise InputError(f"{where} is missing from its store") from error
+            raise AlteredError(f"{where} is missing from its store") from error
         except (tuf.LengthOrHashMismatchError, tuf.DownloadLengthMismatchError) as error:
-            raise InputError(f"{where} is not the file that was signed: it was altered in the store") from error
+            raise AlteredError(f"{where} is not the file that was signed: it was altered in the store") from error
         except (tuf.RepositoryError, tuf.DownloadError, StorageError, KeyError) as error:
             raise InputError(
                 f"{where} cannot be read ({printable(str(error), 120)}): it is damaged or forged"

@@ -19,7 +19,7 @@ from atoll.federation.charter import Blob, Charter, Files
 from atoll.federation.gate import Gate
 from atoll.federation.keys import Digest, Identity, Person, seal, unseal
 from atoll.federation.lease import Held
-from atoll.federation.roles import Federation, sha256_of
+from atoll.federation.roles import AlteredError, Federation, sha256_of
 from atoll.networks.expert import CALIBRATION
 from atoll.networks.stored import WEIGHTS
 from atoll.object_store import Store
@@ -78,9 +78,11 @@ def describe(files: Iterable[tuple[str, Path]]) -> Files:
     return {name: Blob(sha256=digest_of(path), size=size_of(path)) for name, path in files}
 
 
-def upload(store: Store, files: Sequence[tuple[str, Path]], what: str, again: bool = False) -> Files:
+def upload(
+    store: Store, files: Sequence[tuple[str, Path]], what: str, *, again: bool = False, known: Files | None = None
+) -> Files:
     """Uploads files as blobs, those that are not there yet or all `again`, with a bar; returns what they are."""
-    found = describe(files)
+    found = known or describe(files)
     blobs = {name: (path, found[name]) for name, path in files}
     total = sum(blob.size for _, blob in blobs.values())
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=1) as bar:
@@ -119,9 +121,6 @@ def submit(
 
     One that is there already is uploaded again, should somebody have damaged its files.
     """
-    card = ExpertCard.read(folder)
-    training = card.training or {}
-    settings = training.get("settings", {})
     store, gate = federation.store, federation.charter.gate
     paths = [(name, path) for name, path in files_of(folder) if not (private and name.startswith(CHECKPOINTS))]
     check_sizes({name: Blob(sha256="0" * 64, size=size_of(path)) for name, path in paths}, gate)
@@ -135,16 +134,23 @@ def submit(
     finished = datetime.fromtimestamp((folder / CONFIG).stat().st_mtime, UTC)
     submission = Submission(
         federation=sha256_of(federation.fingerprint.encode()), slot=slot, author=identity.person, contributors=held,
-        license=license, objective=str(settings.get("objective")), model=str(settings.get("model")),
-        steps=int(training.get("steps", 0)), samples=int(training.get("samples", 0)), private=private,
-        submitted=finished.isoformat(timespec="seconds"),
+        license=license, **claims_of(folder), private=private, submitted=finished.isoformat(timespec="seconds"),
         files=files,
     )  # fmt: skip
     content = seal(submission, identity)
     key = Key(sha256_of(content), slot)
-    upload(store, paths, "submit", again=store.exists(str(key)))
+    upload(store, paths, "submit", again=store.exists(str(key)), known=files)
     store.put(str(key), content)
     return key
+
+
+def claims_of(folder: Path) -> dict[str, Any]:
+    """Returns what a manifest says of an expert, as its card has it."""
+    training = ExpertCard.read(folder).training or {}
+    settings, counts = training.get("settings"), {name: training.get(name) for name in ("steps", "samples")}
+    if not isinstance(settings, dict) or any(type(num) is not int or num < 0 for num in counts.values()):
+        raise InputError(f"{CONFIG} does not say how the expert was trained: submit what training has written")
+    return {"objective": str(settings.get("objective")), "model": str(settings.get("model")), **counts}
 
 
 class Claim(Card):
@@ -176,9 +182,9 @@ def read_submission(federation: Federation, key: Key) -> Submission:
     try:
         content = federation.store.get(str(key), MAX_MANIFEST)
     except FileNotFoundError as error:
-        raise InputError(f"there is no submission {key.id[:12]} for slot {key.slot}") from error
+        raise AlteredError(f"there is no submission {key.id[:12]} for slot {key.slot}") from error
     if sha256_of(content) != key.id:
-        raise InputError(f"submission {key.id[:12]} was altered: it is not what its name says")
+        raise AlteredError(f"submission {key.id[:12]} was altered: it is not what its name says")
     return check_submission(federation, content, key)
 
 

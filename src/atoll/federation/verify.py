@@ -18,7 +18,7 @@ from atoll.federation.credits import training_flops
 from atoll.federation.gate import Limits
 from atoll.federation.judge import Judgement, judge
 from atoll.federation.keys import Digest, Identity, Person, seal, unseal
-from atoll.federation.roles import Accepted, Federation
+from atoll.federation.roles import Accepted, AlteredError, Federation
 from atoll.federation.submission import (
     CHECKPOINTS,
     MAX_MANIFEST,
@@ -27,6 +27,7 @@ from atoll.federation.submission import (
     author_of,
     check_license,
     check_submission,
+    claims_of,
     list_submissions,
     read_submission,
     summary,
@@ -173,6 +174,9 @@ def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limi
         judgement, about = _judge(federation, key, submission, present, limits)
     except (StoreError, OwnFaultError):
         raise  # which says nothing of the submission
+    except AlteredError as error:  # neither does this: anyone with access could spoil another's submission for good
+        what = f"submission {key.id[:12]} is refused: {printable(str(error), 500)}"
+        return [f"slot {key.slot}: {what}; no verdict is signed, for its author can upload it again"]
     except InputError as error:
         judgement = Judgement(accepted=False, reason=printable(str(error), 500), figures={})
     base = NONE if present is None else present.submission[:16]
@@ -230,8 +234,13 @@ def _judge(
             )  # fmt: skip
         except InputError as error:
             raise OwnFaultError(str(error)) from error
-        about = summary(submission, flops=int(training_flops(folder))) if judgement.accepted else {}
-    return judgement, about
+        if not judgement.accepted:
+            return judgement, {}
+        for name, value in claims_of(folder).items():
+            if getattr(submission, name) != value:
+                claimed = printable(str(getattr(submission, name)), 60)
+                raise InputError(f"its manifest claims {name} {claimed}, but its card says {value}")
+        return judgement, summary(submission, flops=int(training_flops(folder)))
 
 
 def download_expert(federation: Federation, submission: Submission, folder: Path, checkpoints: bool = False) -> Path:

@@ -52,15 +52,33 @@ from atoll.networks.expert import CALIBRATION, REPORT, Expert, read_calibration
 from atoll.networks.router import Router
 from atoll.networks.stored import WEIGHTS, folder_of, push_folder
 from atoll.object_store import model_finders
-from atoll.sampling.model_card import README, SAMPLES, is_ours, write_model_card
-from atoll.storage import alone, check_size, make_readable, open_regular, read_json, real_path, reason_of, resolved
+from atoll.sampling.model_card import (
+    CREDITS,
+    MAX_README,
+    README,
+    SAMPLES,
+    has_its_credits,
+    is_ours,
+    write_model_card,
+)
+from atoll.storage import (
+    alone,
+    check_size,
+    make_readable,
+    open_regular,
+    read_bytes,
+    read_json,
+    real_path,
+    reason_of,
+    resolved,
+)
 
 ROUTER, CENTROIDS = "router", "centroids"
 IMAGE_SCALE = 0.03  # of a router from cards
 MOST_EXPERTS = 65536
 KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its checkpoints stay where they are
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
-PATTERNS = (INDEX, README, *(f"*/*{suffix}" for suffix in SUFFIXES))
+PATTERNS = (INDEX, README, CREDITS, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
@@ -194,10 +212,13 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
 def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
     """Writes the same model to another folder."""
     index.verify(folder, again=False)
+    credited = os.path.lexists(folder / CREDITS) and file_digest(folder / CREDITS, folder)  # no link out of the folder
     with _staged(Path(out)) as staged:
         for name in index.files:
             if (folder / name).parent.is_dir():
                 _place(folder / name, staged / name)
+        if credited:
+            (staged / CREDITS).write_bytes(read_bytes(folder / CREDITS, MAX_README, folder))
         index.write(staged)
         write_model_card(staged, index)
 
@@ -213,7 +234,7 @@ def push_model(
     index.verify(folder)
     with TemporaryDirectory() as place:
         page = Path(place)
-        for name in (README, SAMPLES):
+        for name in (README, SAMPLES, CREDITS):
             if os.path.lexists(folder / name):
                 file_digest(folder / name, folder)  # no link out of the folder, nothing huge
                 shutil.copyfile(folder / name, page / name)
@@ -221,7 +242,7 @@ def push_model(
             samples.save(page / SAMPLES)
         write_model_card(folder, index, page)
         url = push_folder(folder, [INDEX, *index.files], repo_id, private, token)
-        push_folder(page, [README, SAMPLES], repo_id, private, token)
+        push_folder(page, [README, SAMPLES, CREDITS], repo_id, private, token)
     return url
 
 
@@ -458,6 +479,7 @@ def check_free(out: Path) -> None:
         ) from error
     ours = {INDEX, SAMPLES, *index.files, *(Path(name).parts[0] for name in index.files)}
     ours |= {README} if is_ours(out, index) else set()
+    ours |= {CREDITS} if has_its_credits(out, index) else set()
     for path in sorted(out.rglob("*")):
         if (name := path.relative_to(out).as_posix()) not in ours:
             raise InputError(f"{out} holds {name}, which is not of the model in it: move it, or choose another folder")

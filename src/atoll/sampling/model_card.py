@@ -9,6 +9,7 @@ from atoll.errors import printable
 from atoll.storage import read_bytes, write_text
 
 README, SAMPLES = "README.md", "samples.png"
+CREDITS = "CREDITS.md"  # who has trained what, as a federation knows it
 MAX_README = 1 << 20
 TEXT = """
 # {title}
@@ -85,6 +86,14 @@ def write_model_card(folder: Path, index: ModelIndex, out: Path | None = None) -
     out = out or folder
     if is_ours(folder, index) or not os.path.lexists(folder / README):
         write_text(out / README, model_card(folder, index, (out / SAMPLES).is_file()))
+
+
+def has_its_credits(folder: Path, index: ModelIndex) -> bool:
+    """Returns whether CREDITS.md is that of the model in the folder, by its hash."""
+    try:
+        return f"`{index.hash}`" in read_bytes(folder / CREDITS, MAX_README).decode()
+    except (OSError, ValueError):
+        return False
 
 
 def is_ours(folder: Path, index: ModelIndex) -> bool:

@@ -11,6 +11,7 @@ from atoll.cards import ExpertCard, ModelIndex
 from atoll.errors import InputError, plural, unknown
 from atoll.sampling.assemble import find_model
 from atoll.sampling.expert import VelocityExpert
+from atoll.sampling.model_card import CREDITS
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.images import Images, OwnImages
 from atoll.serving.scheduler import Job, Observer, Scheduler
@@ -20,7 +21,7 @@ from atoll.storage import read_bytes
 NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 SHEET = "sheet.png"  # of a cluster, as `atoll partition` writes it
 MAX_SHEET = 32 << 20
-CREDITS, MAX_CREDITS = "CREDITS.md", 64 << 10
+MAX_CREDITS = 64 << 10
 
 
 @dataclass(frozen=True)

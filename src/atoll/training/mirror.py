@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from atoll.errors import InputError, printable
-from atoll.object_store import open_store
+from atoll.object_store import AccessError, open_store
 from atoll.training.checkpoint import saved
 
 RUN, STATE = "run.json", "state"
@@ -39,16 +39,17 @@ class Mirror:
     def push(self, last: bool = False) -> None:
         """Uploads what is new. A store that does not answer is no reason to stop: the next time brings it up to date.
 
-        Only the result must get there: with `last`, it is tried for an hour.
+        Only the result must get there: with `last`, it is tried for an hour, or until the store refuses access.
         """
         deadline = time.monotonic() + LONGEST
         while True:
             try:
                 return self._push()
             except InputError as error:
-                if last and time.monotonic() > deadline:
+                if last and (isinstance(error, AccessError) or time.monotonic() > deadline):
                     raise
-                print(printable(f"atoll: {error}; training continues, and this is tried again later"), file=sys.stderr)
+                what = "the result is kept" if last else "training continues"
+                print(printable(f"atoll: {error}; {what}, and this is tried again later"), file=sys.stderr)
                 if not last:
                     return None
             time.sleep(AGAIN)
