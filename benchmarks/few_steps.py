@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from atoll.cards import ModelIndex
 from atoll.data.shards import Dataset
 from atoll.diffusion.oracle import ClusteredGaussians
+from atoll.errors import plural
 from atoll.experiments.demo import CHOSEN, FULL, Judge
 from atoll.experiments.evaluate import Contender, Evaluation
 from atoll.experiments.settings import MetricSettings
@@ -228,7 +229,7 @@ def students(model: Path, data: Path, out: Path, seeds: int, experts: bool) -> I
             folder = out / f"steps_{count}" / f"seed_{seed}"
             settings, reuse = replace(SETTINGS, steps_out=count, seed=seed), None if folder == first else first
             distill(model, data, settings, folder, model / "expert_1", reuse=reuse)
-            yield f"{count} steps", seed, assembled([folder], None, folder / "model", data)
+            yield plural(count, "step"), seed, assembled([folder], None, folder / "model", data)
     if not experts:
         return
     for count in (4, 1):  # each island distils its own, in as many updates and trajectories between them
@@ -238,7 +239,8 @@ def students(model: Path, data: Path, out: Path, seeds: int, experts: bool) -> I
             reuse = None if count == 4 else out / "experts_4" / f"expert_{k}"
             distill(model, data, settings, folder / f"expert_{k}", model / f"expert_{k}", cluster=k, reuse=reuse)
         parts = [folder / f"expert_{k}" for k in range(num)]
-        yield f"{count} steps, a student of each expert", 0, assembled(parts, model / "router", folder / "model", data)
+        name = f"{plural(count, 'step')}, a student of each expert"
+        yield name, 0, assembled(parts, model / "router", folder / "model", data)
 
 
 def assembled(parts: Sequence[Path], router: Path | None, out: Path, data: Path) -> Path:

@@ -37,6 +37,7 @@ def results(compare: bool) -> dict[str, Any]:
     }
     if compare:
         found["compare"] = {"homogeneous": figures, "monolith": {**figures, "batch": 131}}
+        found["few_steps"] = {f"steps_{num}": figures for num in (4, 1)}
     return found
 
 
@@ -62,7 +63,8 @@ def page_of(found: dict[str, Any]) -> str:
     }  # fmt: skip
     heldout = {"heldout": [caption] * 40, "heldout_right": [i % 5 > 0 for i in range(40)]}
     curves = [[(20 * i, 2 / i) for i in range(1, 30)], [(300, 0.5), (600, 0.4)]]
-    return render(found, Snapshot({}, about, arrays), Snapshot({}, heldout, {"heldout": pictures}), [curves] * 4)
+    samples, judged = Snapshot({}, about, arrays), Snapshot({}, heldout, {"heldout": pictures})
+    return render(found, samples, judged, [curves] * 4, dict.fromkeys(found.get("few_steps", ()), samples))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["alone", "compared"])
