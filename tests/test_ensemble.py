@@ -557,6 +557,7 @@ print(*(peak - base for peak in (run(folders[:1]), run(folders, 1), run(folders)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_one_in_memory_costs_as_much_as_one(folders, tmp_path, report):
     """Peak memory above that of the interpreter: one expert, 8 with one in memory at a time, 8."""

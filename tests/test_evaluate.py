@@ -238,6 +238,7 @@ class TestGoingOn:
             Evaluation(data, tmp_path, changed, progress=False).judge(contender)
             assert files() == 1 + number
 
+    @pytest.mark.slow
     def test_what_strangers_left(self, model, data, done, tmp_path):
         """A FIFO, a link to elsewhere, a header without end: a sentence each, and no wait; other rows are not used."""
         out = Path(shutil.copytree(done[0], tmp_path / "out"))

@@ -208,7 +208,7 @@ def test_who_joins_and_leaves(scheduler, pipe, monkeypatch):
     gate, one, told = Gate(monkeypatch), scheduler(), Told(2)
     first = one.submit([make_job(pipe, steps=50, client="a")], told.calls()[:1])[0]
     gate.step()
-    one.submit([make_job(pipe, steps=4, client="b")], told.calls()[1:])
+    one.submit([make_job(pipe, steps=8, client="b")], told.calls()[1:])  # more than all below
     gate.step(2)
     eventually(lambda: running(one) == ["a", "b"])
     first.cancel()
