@@ -659,6 +659,17 @@ class TestTrajectories:
         ):
             with pytest.raises(InputError, match=message):
                 distill(model, data, replace(settings, **changes), tmp_path / "two", reuse=student, progress=False)
+        index = student / "trajectories" / "trajectories.json"
+        known = json.loads(index.read_text())
+        for changes, message in (
+            ({"steps": 10**12}, "says that the teacher took 1000000000000 steps"),
+            ({"ends": 10**9}, "made for 1000000000 steps"),
+            ({"seed": "x"}, "has the seed 'x'"),
+        ):
+            index.write_text(json.dumps(known | changes))
+            with pytest.raises(InputError, match=message):
+                distill(model, data, settings, tmp_path / "two", reuse=student, progress=False)
+        index.write_text(json.dumps(known))
         with pytest.raises(InputError, match="has no trajectories"):
             distill(model, data, settings, tmp_path / "two", reuse=tmp_path / "one", progress=False)
 

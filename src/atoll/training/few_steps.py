@@ -24,13 +24,13 @@ from tqdm import tqdm
 
 from atoll.data.shards import Dataset
 from atoll.diffusion.solvers import Step, uniform_times
-from atoll.errors import InputError, plural
+from atoll.errors import InputError, plural, shown
 from atoll.networks.expert import Expert
 from atoll.sampling.ensemble import draw_noise, generate, image_generators
 from atoll.storage import exists, make_folder, read_json, write_json, write_whole
 from atoll.tensors import check_memory, read_tensors
 from atoll.training.distill import DistillTask, Teacher, squared_error
-from atoll.training.settings import DistillSettings
+from atoll.training.settings import BOUNDS, DistillSettings
 from atoll.training.task import Batch, Tensors, mixed_seed
 
 FOLDER, INDEX = "trajectories", "trajectories.json"
@@ -82,9 +82,13 @@ class FewStepTask(DistillTask):
         for key, value in self.made_from.items():
             if key not in ("seed", "ends", "steps") and made.get(key) != value:
                 raise InputError(f"the {FOLDER} in {folder.parent} have {key} {made.get(key)}, not {value}")
-        ends = made.get("ends")
-        if not isinstance(ends, int) or ends % self.num_steps or not isinstance(made.get("seed"), int):
-            raise InputError(f"{folder.parent} was made for {ends} steps, in which {self.num_steps} do not end")
+        ends, steps, seed = (made.get(key) for key in ("ends", "steps", "seed"))
+        if type(ends) is not int or not 1 <= ends <= BOUNDS["steps_out"][1] or ends % self.num_steps:
+            raise InputError(f"{folder.parent} was made for {shown(ends)} steps, in which {self.num_steps} do not end")
+        if type(steps) is not int or not 1 <= steps <= 2 * BOUNDS["teacher_steps"][1] or steps % ends:
+            raise InputError(f"{folder / INDEX} says that the teacher took {shown(steps)} steps: {ADVICE}")
+        if type(seed) is not int:
+            raise InputError(f"{folder / INDEX} has the seed {shown(seed)}: {ADVICE}")
         return made
 
     def describe(self) -> dict[str, Any]:
