@@ -116,6 +116,16 @@ class SeaweedFS:
         (self.folder / "s3.json").write_text(json.dumps({"identities": people}))
 
     def start(self) -> None:
+        """Starts it, with other inner ports where somebody else was quicker to take one."""
+        for last in (False, False, False, True):
+            try:
+                return self._start()
+            except RuntimeError as error:
+                self.kill()
+                if last or "address already in use" not in str(error):
+                    raise
+
+    def _start(self) -> None:
         weed = shutil.which("weed") or str(Path(os.sys.executable).parent / "weed")
         s3, master, volume, filer = self.ports
         grpc = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
@@ -135,7 +145,7 @@ class SeaweedFS:
                 urllib.request.urlopen(f"{self.endpoint}/status", timeout=2).close()
                 return
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SeaweedFS does not start: {(self.folder / 'log.txt').read_text()[-2000:]}")
+                raise RuntimeError(f"SeaweedFS does not start: {(self.folder / 'log.txt').read_text()[-8000:]}")
             time.sleep(0.1)
 
     def kill(self) -> None:
