@@ -25,6 +25,7 @@ from atoll.data.sources import Source
 from atoll.diffusion.oracle import ClusteredGaussians
 from atoll.diffusion.schedules import LINEAR
 from atoll.encoders.text import load_text_encoder
+from atoll.engines.train_all import Part
 from atoll.errors import InputError
 from atoll.networks.expert import Expert
 from atoll.partition.partition import partition
@@ -170,6 +171,7 @@ class TestPerfectTeachers:
         report(f"a student's target by label, its mean over p(k | x_t): {apart:.1e} from the marginal velocity")
         assert apart < 1e-6
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("t", [0.4, 0.7, 0.9])
     def test_what_labels_say_beyond_the_marginal_cannot_be_learned(self, t):
         """On samples: target - marginal is orthogonal to functions of x_t. With labels of others it is not."""
@@ -463,6 +465,7 @@ class TestKilled:
 
     def test_another_teacher_is_another_run(self, data, model, tmp_path):
         distill(model, data, QUICK, tmp_path / "s", progress=False)
+        Part("student", tmp_path / "s", QUICK, data, teacher=model).job()  # on an engine it is the same run
         shutil.copytree(model, tmp_path / "moved")
         told = distill(tmp_path / "moved", data, QUICK, tmp_path / "s", progress=False)
         assert "is trained already" in told[0]
@@ -520,6 +523,7 @@ class TestBadInput:
             with pytest.raises(InputError, match=sentence):
                 distill(model, other, QUICK, tmp_path / "s", progress=False)
 
+    @pytest.mark.slow
     def test_labels_of_another_partition_are_told(self, data, model, tmp_path):
         shutil.copytree(data, tmp_path / "d")
         partition(tmp_path / "d", 3, cap=1.3, seed=3, progress=False)
@@ -645,6 +649,7 @@ class TestTrajectories:
         ids = torch.cat([task.prompt_of(task.view.train, number)[1] for number in range(64)])
         assert 16 < int((ids == task.null_ids).all(1).sum()) < 48
 
+    @pytest.mark.slow
     def test_a_student_of_fewer_steps_learns_from_the_same(self, data, model, quick, tmp_path):
         settings = replace(QUICK, steps_out=1, teacher_steps=4, trajectories=96)
         student = quick.parent / "student"
@@ -764,6 +769,7 @@ class TestFewSteps:
         one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
         assert one == other
 
+    @pytest.mark.slow
     def test_students_of_experts_are_mixed_by_the_router(self, data, model, tmp_path):
         """Each island distils its own expert; the router of the ensemble serves the students too."""
         settings = replace(QUICK, steps_out=2, teacher_steps=4, trajectories=64)

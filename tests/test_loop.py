@@ -138,6 +138,12 @@ class TestRun:
         run(tmp_path / "a", replace(TOY, precision="bf16"))
         assert DiT.from_pretrained(tmp_path / "a").out.bias.dtype == torch.float32
 
+    def test_bf16_on_a_machine_that_only_says_it_can(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("atoll.tensors.runs_bf16", lambda: False)
+        with pytest.raises(InputError, match="crashes on them in bf16: use float32, or set ONEDNN_MAX_CPU_ISA=AVX512_"):
+            run(tmp_path / "a", replace(TOY, precision="bf16"))
+        assert not (tmp_path / "a").exists()
+
 
 class TestOrder:
     def test_every_epoch_has_each_row_once(self):

@@ -92,6 +92,7 @@ def update_of(config, num, checkpointing=False, bf16=False, device_type="cpu", t
     return predict(config, settings, text_length=text_length, base=0, bf16=bf16, device_type=device_type).update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num", [1, 8])
@@ -150,6 +151,7 @@ def test_processes_share_the_batch_and_have_buckets():
     assert micro_batch_of(replace(SETTINGS, micro_batch=64)) == 16
 
 
+@pytest.mark.slow
 def test_what_never_learns_is_added_and_what_draws_counts_where_it_is_more_than_an_update():
     config = CONFIGS["expert"]
     plain = predict(config, SETTINGS, text_length=LENGTH, base=1000)

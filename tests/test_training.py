@@ -134,6 +134,7 @@ class TestKilled:
         assert "stopped at step" in out
         assert "Traceback" not in out
 
+    @pytest.mark.slow
     def test_a_second_process_is_refused_while_the_first_lives(self, data, tmp_path):
         first = alone("train", data, "--cluster", 0, "--out", tmp_path / "a", *flags(steps=100000))
         try:
@@ -184,6 +185,7 @@ class TestIsolation:
         main(["train", str(data), "--cluster", "2", "--out", str(here), *flags(steps=20, **{"sample-every": 20})])
         assert (tmp_path / "far" / "model.safetensors").read_bytes() == (here / "model.safetensors").read_bytes()
 
+    @pytest.mark.slow
     def test_others_may_be_poisoned(self, data, tmp_path):
         poisoned = copy_of(data, tmp_path / "poisoned")
         for place in ("00", "02"):
@@ -201,6 +203,7 @@ class TestIsolation:
         one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
         assert one == other
 
+    @pytest.mark.slow
     def test_the_watch_would_have_noticed(self, data, tmp_path):
         """The same watch, over a run that does what it must not."""
         forbidden = str(data / "clusters" / "00")
@@ -295,6 +298,7 @@ class TestExpert:
         with pytest.raises(InputError, match=r"calibration.safetensors"):
             Expert.load(tmp_path)
 
+    @pytest.mark.slow
     def test_it_begins_from_another(self, data, expert, tmp_path):
         train_expert(data, 0, replace(QUICK, steps=6), tmp_path / "b", init=expert, progress=False)
         found = json.loads((tmp_path / "b" / "config.json").read_text())
@@ -303,6 +307,7 @@ class TestExpert:
         first = load_file(tmp_path / "b" / "state" / "000000000.safetensors")
         assert torch.equal(first["weights.out.weight"], load_file(expert / "model.safetensors")["out.weight"])
 
+    @pytest.mark.slow
     def test_all_of_the_data_make_the_monolith(self, data, tmp_path):
         train_expert(data, None, replace(QUICK, steps=6), tmp_path / "m", progress=False)
         assert Expert.load(tmp_path / "m").network.card["data"]["cluster"] is None
@@ -315,6 +320,7 @@ class TestRouter:
         settings = RouterSettings(model="xs/1", steps=150, batch=32, lr=2e-3, eval_every=150, save_every=150)
         return folder, train_router(data, settings, folder, progress=False)
 
+    @pytest.mark.slow
     def test_it_tells_clusters_apart(self, trained, report):
         folder, told = trained
         router = Router.from_pretrained(folder)
@@ -329,6 +335,7 @@ class TestRouter:
         assert told[-3].startswith("router, trained: ")
         assert f"temperature {router.card['temperature']:.3f}" in told[-1]
 
+    @pytest.mark.slow
     def test_blind(self, data, tmp_path):
         settings = RouterSettings(model="xs/1", steps=5, batch=16, text=False)
         train_router(data, settings, tmp_path / "r", progress=False)
@@ -494,6 +501,7 @@ class TestCommand:
                 main([*verb, "--out", str(data / "text_encoder")])
             assert "choose an --out outside of the data" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_a_trained_router_is_not_overwritten(self, data, tmp_path, capsys):
         router = ["train-router", str(data), "--out", str(tmp_path / "r")]
         main([*router, *flags(steps=3, **{"sample-every": 0})])
@@ -642,6 +650,7 @@ class TestFirstWeights:
             card = json.loads((made / "config.json").read_text())
             assert (card["init"] or {}).get("name") == (None if first is None else first.name)
 
+    @pytest.mark.slow
     def test_a_plan(self, data, pretrained, tmp_path, capsys):
         out = tmp_path / "run"
         how = ["--init", f"0={pretrained / 'b'}", "--objectives", "1ddpm:2fm", "--router", "--router.model", "xs/1"]
@@ -709,11 +718,13 @@ class TestBadData:
         with pytest.raises(InputError, match="is truncated or not a shard"):
             train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
 
+    @pytest.mark.slow
     def test_first_weights_of_another_latent_space(self, data, shapes, tmp_path):
         train_expert(shapes, None, replace(QUICK, steps=2), tmp_path / "init", progress=False)
         with pytest.raises(InputError, match=r"was made for latents .* but cluster 0 of .* has"):
             train_expert(data, 0, QUICK, tmp_path / "a", init=tmp_path / "init", progress=False)
 
+    @pytest.mark.slow
     def test_first_weights_of_another_codec(self, data, tmp_path):
         train_expert(data, 0, replace(QUICK, steps=2), tmp_path / "init", progress=False)
         config = json.loads((tmp_path / "init" / "config.json").read_text())
@@ -747,6 +758,7 @@ class TestBadData:
         told = train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
         assert "training rows, for none are held out" in told[-1]
 
+    @pytest.mark.slow
     def test_a_cluster_with_nothing_to_train_on(self, data, tmp_path):
         broken = copy_of(data, tmp_path / "d")
         for path in (broken / "clusters" / "01").glob("*.safetensors"):
@@ -756,6 +768,7 @@ class TestBadData:
             train_expert(broken, 1, QUICK, tmp_path / "a", progress=False)
         train_router(broken, RouterSettings(model="xs/1", steps=2, batch=8), tmp_path / "r", progress=False)
 
+    @pytest.mark.slow
     def test_first_weights_of_another_kind_or_size(self, data, tmp_path):
         train_router(data, RouterSettings(model="xs/1", steps=2, batch=8), tmp_path / "r", progress=False)
         with pytest.raises(InputError, match="describes a 'Router', not a DiT"):

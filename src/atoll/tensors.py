@@ -7,8 +7,11 @@ weights that were never on disk; and a file that is cut short while it is mapped
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -21,6 +24,7 @@ from atoll.storage import open_regular, parse_json, reason_of
 
 MAX_HEADER = 100 << 20  # bytes, the format's own limit
 MAX_DIMS = 16
+WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"  # an environment variable
 ALIGNMENT = 64  # bytes, as torch aligns its own tensors
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -158,6 +162,26 @@ def get_device(name: torch.device | str) -> torch.device:
         if (device.index or 0) < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0):
             return device
     raise InputError(f"there is no device {str(name)!r} here: give auto, cpu, cuda or cuda:N")
+
+
+def check_bf16(device: torch.device) -> None:
+    """Refuses to compute in bf16 where that would end the process."""
+    if device.type == "cpu" and not runs_bf16():
+        advice = f"use float32, or set {WITHOUT_AMX[0]}={WITHOUT_AMX[1]}"
+        raise InputError(f"this machine announces AMX instructions, but crashes on them in bf16: {advice}")
+
+
+@cache
+def runs_bf16() -> bool:
+    """Returns whether this CPU multiplies in bf16; some virtual machines announce AMX and do not run it."""
+    try:
+        announced = "amx_tile" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        announced = False
+    if not announced or WITHOUT_AMX[0] in os.environ:
+        return True
+    code = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode >= 0
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

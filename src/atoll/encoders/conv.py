@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import trange
 
+from atoll.adam import AdamW
 from atoll.encoders.codec import Codec, check_images
 from atoll.encoders.pca import PatchPCA, filter_borders, from_patches, to_patches
 from atoll.encoders.pretrained import one_by_one
@@ -173,13 +174,10 @@ class ConvCodec(Codec, Stored):
         steps = min(STEPS, math.ceil(MAX_VISITS * len(images) * (grid / crop) ** 2 / batch))
         networks = [*self.encoder.parameters(), *self.context.parameters(), *self.refiner.parameters()]
         linear = [*self.analysis.parameters(), *self.synthesis.parameters()]
-        optimizer = torch.optim.Adam([{"params": networks}, {"params": linear}], betas=(0.9, 0.99))
+        optimizers = AdamW(networks, (0.9, 0.99)), AdamW(linear, (0.9, 0.99))
         rng = torch.Generator().manual_seed(seed)
         filtered = filter_borders(images, self.lap)  # before crops are cut, which lack what is beyond
         for step in trange(steps, desc="fit codec", unit=" steps", disable=not progress, leave=False):
-            rate = rate_at(step, steps, RATE, WARM_UP)
-            for group, factor in zip(optimizer.param_groups, (1.0, LINEAR_RATE), strict=True):
-                group["lr"] = factor * rate
             rows = torch.randint(len(images), (batch,), generator=rng)
             (top, above, below), (left, before, after) = (cut(grid, crop, patch, rng) for _ in range(2))
             window = (..., slice(top * patch, (top + crop) * patch), slice(left * patch, (left + crop) * patch))
@@ -191,10 +189,12 @@ class ConvCodec(Codec, Stored):
             loss = F.mse_loss(decoded[counted], crops[counted])
             variance = latents.square().mean().clamp(min=1e-4)  # flat crops may have none
             loss = loss + UNIT_VARIANCE * variance.log().square()
-            optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_([*networks, *linear], MAX_NORM)
-            optimizer.step()
+            rate = rate_at(step, steps, RATE, WARM_UP)
+            for optimizer, factor in zip(optimizers, (1.0, LINEAR_RATE), strict=True):
+                optimizer.step(factor * rate)
+                optimizer.clear_gradients()
 
     def _standardize(self, images: Tensor) -> None:
         """Gives latents a mean of 0 in every channel, and unit variance over all."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atoll.cards import PartitionCard
+from atoll.cards import ModelIndex, PartitionCard
 from atoll.data.local_copy import local_copy
 from atoll.data.shards import Dataset
 from atoll.data.view import refuse_inside
@@ -17,7 +17,9 @@ from atoll.diffusion.objective import get_objective
 from atoll.engines.engine import USUAL, Engine, Job, Resources, Run
 from atoll.engines.local import Local, Slot
 from atoll.errors import InputError
+from atoll.sampling.assemble import find_model
 from atoll.storage import read_json, work_folder
+from atoll.training.distill import resolved_settings
 from atoll.training.distributed import Distributed
 from atoll.training.dry_run import forecast
 from atoll.training.expert import ExpertTask
@@ -73,11 +75,17 @@ class Part(NamedTuple):
             return RouterTask(dataset, self.settings, device)
         return ExpertTask(dataset, self.settings, device, self.init_folder)
 
+    def _settled(self) -> ExpertSettings | RouterSettings | DistillSettings:
+        """Returns the settings as a run keeps them: those that a student leaves open depend on its teacher."""
+        if self.teacher is None or not isinstance(self.settings, DistillSettings):
+            return self.settings
+        return resolved_settings(self.settings, ModelIndex.read(find_model(self.teacher)), self.cluster)
+
     def job(self, resources: Resources = USUAL) -> Job:
         """Returns the command that trains it; a folder that holds another run is refused before any starts."""
         if (self.folder / "run.json").exists():
             before = read_json(self.folder / "run.json", "remove the folder, or choose another --out")
-            refuse_another(self.folder, before.get("settings", {}), self.settings)
+            refuse_another(self.folder, before.get("settings", {}), self._settled())
         threads = self.settings.threads
         on_cpu = self.settings.device == "cpu" or resources.gpus == 0
         processes = max(1, resources.cpus // threads) if on_cpu else resources.gpus or 1

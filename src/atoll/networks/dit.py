@@ -128,7 +128,9 @@ class CrossAttention(nn.Module):
         """Returns keys and values, [B, H, L, d/H] each."""
         kv = self.kv(text.embedded)  # [..., 2d]
         if text.places is not None:
-            kv = kv.new_zeros(*text.places.shape, kv.shape[-1]).masked_scatter(text.places[..., None], kv)  # [B, L, 2d]
+            rows = text.places.flatten().nonzero().squeeze(1)  # masked_scatter takes six times as long
+            padded = kv.new_zeros(text.places.numel(), kv.shape[-1]).index_copy(0, rows, kv)
+            kv = padded.unflatten(0, text.places.shape)  # [B, L, 2d]
         keys, values = kv.unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return keys, values
 
@@ -203,8 +205,8 @@ class TimeEmbedding(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         angle = (self.scale * t.float())[:, None] * frequencies(self.shift, t.device)  # [B, 128]
         waves = torch.cat([torch.cos(angle), torch.sin(angle)], 1)
-        first, *_ = self.mlp.parameters()
-        return self.mlp(waves.to(first.dtype))  # [B, d]
+        weight: Tensor = self.mlp[0].weight  # type: ignore[assignment]
+        return self.mlp(waves.to(weight.dtype))  # [B, d]
 
 
 def frequencies(shift: int = 0, device: torch.device | None = None) -> Tensor:

@@ -46,6 +46,7 @@ class Progress:
     num_summed: int = 0
     seconds_summed: float = 0.0  # of the steps alone
     seconds: float = 0.0  # of everything
+    cpu_seconds: float = 0.0  # of all threads of the main process
 
     def summary(self, batch: int, lr: float) -> dict[str, Any]:
         """Returns a line of metrics over the updates since the last one, and counts anew."""
@@ -57,6 +58,7 @@ class Progress:
             "skipped": self.skipped,
             "samples_per_second": round(self.num_summed * batch / max(self.seconds_summed, 1e-9), 2),
             "seconds": round(self.seconds, 3),
+            "cpu_seconds": round(self.cpu_seconds, 3),
         }
         self.loss_sum = self.norm_sum = self.seconds_summed = 0.0
         self.num_summed = 0

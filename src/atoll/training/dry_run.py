@@ -53,7 +53,7 @@ def forecast(
     network, device, base = task.network, distributed.device, None
     if device.type == "cpu":
         # Measured now, for libraries that only some tasks need are loaded: diffusers alone has 200 MB.
-        base = max(0, measure_base() - bytes_of(network) - task.frozen_bytes)
+        base = max(0, measure_base(settings.checkpointing) - bytes_of(network) - task.frozen_bytes)
     predicted = partial(
         predict,
         network.config,

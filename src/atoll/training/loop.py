@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from atoll.adam import AdamW
 from atoll.errors import InputError, printable
 from atoll.networks.dit import Trunk
 from atoll.plots.canvas import save_image
 from atoll.processes import stop_signals
+from atoll.tensors import check_bf16
 from atoll.training import checkpoint
 from atoll.training.checkpoint import Progress
 from atoll.training.distributed import Distributed
@@ -49,6 +51,8 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
 ) -> Sequence[str]:
     """Trains until settings.steps, from the last checkpoint in the folder or its mirror; returns lines for the user."""
     distributed = Distributed(settings)
+    if settings.uses_bf16:
+        check_bf16(distributed.device)
     is_main = distributed.is_main  # the process that writes files
     mirror = Mirror(mirror_url, folder) if mirror_url and is_main else None
     with distributed.locked(folder):
@@ -115,7 +119,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         ):
             try:
                 while progress.step < settings.steps and not stop:
-                    start = time.perf_counter()
+                    start, cpu_start = time.perf_counter(), time.process_time()
 
                     lr = learner.advance(progress, batches, tally)
                     step, last = progress.step, progress.step == settings.steps
@@ -171,6 +175,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             save()
 
                     progress.seconds += time.perf_counter() - start
+                    progress.cpu_seconds += time.process_time() - cpu_start
                     bar.n = progress.step - 1
                     bar.update(1)
                     stop = distributed.any(bool(signals), asks=looks)  # all processes stop at one step
@@ -250,15 +255,7 @@ class Learner:
         self.muon = Muon(dict(named) if settings.optimizer == "muon" else {})
         self.by_adamw = {name: p for name, p in named if name not in self.muon.weights}
         betas = (0.9, settings.beta2)
-        self.optimizer = torch.optim.AdamW(
-            self.by_adamw.values(), lr=0.0, betas=betas, weight_decay=settings.weight_decay, fused=True
-        )
-        for p in self.by_adamw.values():
-            self.optimizer.state[p] = {
-                "step": torch.zeros((), device=p.device if p.is_cuda else None),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+        self.adamw = AdamW(self.by_adamw.values(), betas, settings.weight_decay, fused=True)
         # One graph per length of texts; what measures on held-out data is not compiled.
         network: Any = torch.compile(self.network, fullgraph=True, dynamic=False) if settings.compile else self.network
         self.wrapped = distributed.wrap(network)
@@ -293,10 +290,7 @@ class Learner:
     def update(self, lr: float, decay: float, skip: Tensor | None = None) -> None:
         """Updates weights and EMA; where `skip` is 1, which is found out on the device, the weights stay."""
         self.muon.step(self.settings.muon_lr * lr / self.settings.peak_lr(self.network.config.hidden_size), skip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.found_inf = skip  # type: ignore[attr-defined]  # the name by which gradient scalers say it
-        self.optimizer.step()
+        self.adamw.step(lr, skip)
         torch._foreach_lerp_(self.ema, self.weights, 1 - decay)
         for p in (*self.weights, *self.shared):
             p.grad = None
@@ -306,8 +300,7 @@ class Learner:
         """Returns all that is learned, by its name in a checkpoint."""
         laid_out = dict(zip(self.names, self.shared, strict=False))
         first, second = (
-            {name: self.optimizer.state[p][key] for name, p in self.by_adamw.items()}
-            for key in ("exp_avg", "exp_avg_sq")
+            dict(zip(self.by_adamw, moments, strict=True)) for moments in (self.adamw.first, self.adamw.second)
         )
         weights = {name: p.detach() for name, p in zip(self.names, self.weights, strict=True)}
         parts = (weights, dict(zip(self.names, self.ema, strict=True)), first | self.muon.momenta, second)
@@ -320,8 +313,8 @@ class Learner:
 
     def set_updates(self, num: int) -> None:
         """Sets what AdamW corrects its moments by."""
-        for p in self.by_adamw.values():
-            self.optimizer.state[p]["step"].fill_(num)
+        for steps in self.adamw.steps:
+            steps.fill_(num)
 
     def is_finite(self) -> bool:
         finite = bool(torch.stack([torch.isfinite(w).all() for w in self.weights]).all())
@@ -329,7 +322,8 @@ class Learner:
 
     def gather_ema(self) -> Trunk:
         """Returns a whole network with the EMA weights from processes that share it out; the moments are given up."""
-        self.optimizer.state.clear()
+        self.adamw.first.clear()
+        self.adamw.second.clear()
         rows = dict(zip(self.names, self.ema, strict=True))
         laid_out: dict[str, Any] = dict(self.network.named_parameters())
         with torch.device("meta"):

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from atoll.adam import AdamW
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.networks.presets import preset
 from atoll.networks.router import Router, RouterConfig
@@ -77,7 +78,7 @@ def predict(
     will be there, such as a text encoder, `drawing` for what comes and goes with a grid of samples.
     """
     if base is None:
-        base = CUDA_BASE if device_type == "cuda" else measure_base()
+        base = CUDA_BASE if device_type == "cuda" else measure_base(settings.checkpointing)
     num, cuda_casts = micro_batch_of(settings, processes), bf16 and device_type == "cuda"
     with FakeTensorMode(), Storages() as watch, Kernels(cuda_casts):
         network = network_of(config)
@@ -213,16 +214,20 @@ class Heap:
             self._trim(0)
 
 
-def measure_base() -> int:
-    """Returns this process's memory once it has trained something tiny: torch loads some of itself only then."""
+def measure_base(checkpointing: bool = False) -> int:
+    """Returns this process's memory once it has trained something tiny: torch loads some of itself only then.
+
+    With checkpointing that is more: torch's own loads its compiler.
+    """
     config = DiTConfig(**preset("xs", input_size=4, in_channels=1, text_dim=4))
     Heap().give_back()
     with torch.random.fork_rng(devices=[]):
         network = DiT(config)
-        optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+        network.gradient_checkpointing = checkpointing
+        optimizer = AdamW(network.parameters(), (0.9, 0.999), fused=True)
         network(torch.zeros(2, 1, 4, 4), torch.zeros(2), torch.zeros(2, 1, 4)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
+        optimizer.step(1e-3)
     return resident()
 
 

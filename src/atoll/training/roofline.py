@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from atoll.adam import AdamW
 from atoll.networks.dit import DiTConfig
 from atoll.networks.router import RouterConfig
 from atoll.training.memory import Kernels, add_gradients, inputs_of, network_of
@@ -79,10 +80,7 @@ def training_work(
         network.gradient_checkpointing = checkpointing
         weights: list[Tensor] = [p for p in network.parameters() if p.requires_grad]
         ema, inputs = [torch.empty_like(p) for p in weights], inputs_of(config, micro_batch, text_length)
-        optimizer = torch.optim.AdamW(weights, fused=True)
-        for p in weights:
-            moments = {name: torch.empty_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+        optimizer = AdamW(weights, (0.9, 0.999), weight_decay=0.01, fused=True)
         with Traffic() as first:
             add_gradients(network, inputs, bf16)
         with Traffic() as later:  # its gradients are added to those that are there
@@ -90,7 +88,7 @@ def training_work(
                 add_gradients(network, inputs, bf16)
         with Traffic() as update:
             torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
-            optimizer.step()
+            optimizer.step(1e-3)
             torch._foreach_lerp_(ema, weights, 0.1)
     again = later.operations(compiled) * (micro_batches - 1)
     return Work((*first.operations(compiled), *again, *update.operations()))

@@ -167,7 +167,8 @@ class ExpertSettings(Settings):
     """An expert's run, or the monolith's."""
 
     objective: str = "fm"
-    """fm, fm-logit-normal, ddpm, ddpm-min-snr (better in short runs), x0 or v."""
+    """fm, fm-logit-normal (more times in the middle), fm-high-noise (for photographs), ddpm, ddpm-min-snr (better in
+    short runs), x0 or v."""
     schedule: str | None = None
     """Instead of the objective's own: linear, cosine, ddpm, ddpm-scaled or ddpm-cosine."""
     weighting: str | None = None

@@ -55,7 +55,6 @@ class Task(Protocol):
 
     def begin(self, folder: Path, share: slice, progress: bool) -> None:
         """Makes what it learns from, if that has to be made: `share` of its parts are for this process."""
-
         return
 
     def ready(self, folder: Path) -> None:
