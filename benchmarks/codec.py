@@ -22,6 +22,7 @@ from atoll.data.sources import Source, readers
 from atoll.encoders.codec import Codec
 from atoll.encoders.codecs import make_codec
 from atoll.encoders.pca import PatchPCA
+from atoll.encoders.refiner import seam_ratio
 
 LEVELS = (0.0, 0.25, 0.5)
 OPTIONS = (":plain", "", ":lapped:plain", ":lapped")
@@ -32,12 +33,6 @@ def load(path: str, size: int, num: int) -> Tensor:
     with readers(0, Transform(size, 1, 4.0), 64) as read:
         pixels = [torch.tensor(image.pixels) for _, image in read(items) if image is not None]
     return torch.stack(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def seam_ratio(images: Tensor, patch: int) -> float:
-    along = images.diff(dim=3).abs().mean((0, 1, 2)) + images.diff(dim=2).abs().mean((0, 1, 3))
-    at_border = torch.arange(1, images.shape[3]) % patch == 0
-    return float(along[at_border].mean() / along[~at_border].mean())
 
 
 def measure(codec: Codec, images: Tensor) -> str:

@@ -607,6 +607,7 @@ def test_fingerprint():
     assert len({base, *others}) == 7
 
 
+@pytest.mark.slow
 def test_a_fresh_process_agrees(tmp_path):
     """For weights in general; test_text.py has a fresh process with transformers."""
     make_codec("pca", sample=pictures(50)).save(tmp_path)

@@ -45,6 +45,7 @@ class TestLearning:
         torch.testing.assert_close(latents * codec.scale + codec.shift, start.encode(images), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(codec.decode(latents), start.decode(start.encode(images)), rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.slow
     def test_noise_and_seams(self, start, learned):
         """On images that it has not seen."""
         images = pictures(64, 16, seed=1)

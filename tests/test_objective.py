@@ -79,6 +79,7 @@ def test_laws_of_time(rng):
     assert stats.kstest(logits.numpy(), "norm", args=(0.5, 1.2)).pvalue > 0.01
 
 
+@pytest.mark.slow
 def test_a_network_learns_each_objective(rng):
     """A small MLP on a two-dimensional cluster gets near the loss of the perfect expert."""
     data = ClusteredGaussians.islands(1, 6)

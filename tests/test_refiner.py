@@ -84,6 +84,23 @@ class TestRefiner:
         assert not any(weight.requires_grad for weight in ours.parameters())
 
     @pytest.mark.bits
+    @pytest.mark.parametrize("lapped", [False, True])
+    def test_the_number_of_cores_does_not_change_the_bytes(self, monkeypatch, lapped):
+        monkeypatch.setattr(refiner, "STEPS", 3)
+        codec = PatchPCA.fit(pictures(40), 8, 12)
+        images = pictures(40)
+        latents = codec.encode(images)
+        fitted = []
+        try:
+            for num in (1, 3):
+                torch.set_num_threads(num)
+                fitted.append(refiner.fit_refiner(images, latents, codec.decode, 8, seamless=lapped).state_dict())
+                assert torch.get_num_threads() == num, "what the caller had set is set again"
+        finally:
+            torch.set_num_threads(1)
+        assert all(torch.equal(tensor, fitted[1][name]) for name, tensor in fitted[0].items())
+
+    @pytest.mark.bits
     def test_round_trip(self, refined, tmp_path):
         refined.save(tmp_path)
         again = load_codec(tmp_path)
@@ -172,6 +189,36 @@ class TestLapped:
         ratios = [seam_ratio(codec.decode(noisy(codec.encode(images), 0.5)), 4) for codec in (plain, lapped)]
         assert ratios[1] - 1 < 0.4 * (ratios[0] - 1)
         assert lapped.describe().fingerprint != plain.describe().fingerprint, "its latents are others"
+
+    @pytest.mark.slow
+    def test_a_refiner_that_is_told_of_seams(self):
+        """Leaves weaker ones than the squared error alone, at nearly the same error, where images have none."""
+        rng = torch.Generator().manual_seed(2)
+        waves = torch.randn(320, 3, 20, 20, generator=rng)
+        images = torch.nn.functional.avg_pool2d(waves, 5, 1).clamp(-1, 1)  # [320, 3, 16, 16], alike everywhere
+        images, others = images[:256], images[256:]
+        lapped = PatchPCA.fit(images, 4, 6, lapped=True)
+        latents, given = lapped.encode(images), noisy(lapped.encode(others), 0.5)
+        decoded = []
+        for seamless in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(refiner, "STEPS", 128)
+                network = refiner.fit_refiner(images, latents, lapped._decode, 4, seamless=seamless)
+            decoded.append(network(given, lapped._decode(given)))
+        ratios = [seam_ratio(part, 4) for part in (*decoded, others)]
+        assert ratios[1] - ratios[2] < 0.7 * (ratios[0] - ratios[2])
+        assert error(decoded[1], others) < 1.05 * error(decoded[0], others)
+
+    @pytest.mark.parametrize(("size", "patch"), [(16, 1), (8, 8)])
+    def test_patches_without_borders(self, size, patch):
+        codec = PatchPCA.fit(pictures(40, size), patch, 3, lapped=True, refine=True)
+        assert all(bool(weight.isfinite().all()) for weight in codec.state_dict().values())
+
+    def test_the_seam_ratio(self):
+        images = pictures(16, 16)
+        assert float(refiner.seam_ratio(images, 4)) == pytest.approx(seam_ratio(images, 4), rel=1e-5)
+        assert float(refiner.seam_ratio(images[:, :, 2:, 3:], 4, 2, 3)) == pytest.approx(seam_ratio(images, 4), rel=0.2)
+        assert float(refiner.seam_ratio(torch.zeros(2, 3, 8, 8), 4)) == 0
 
     @pytest.mark.bits
     def test_round_trip(self, tmp_path):

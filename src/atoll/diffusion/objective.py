@@ -74,6 +74,8 @@ class Objective:
 OBJECTIVES = {
     "fm": Objective(Prediction.VELOCITY, "linear"),
     "fm-logit-normal": Objective(Prediction.VELOCITY, "linear", time="logit-normal"),
+    # Photographs take shape at high noise: the coarsest of their latents are several times as large as the others.
+    "fm-high-noise": Objective(Prediction.VELOCITY, "linear", time="logit-normal", time_mean=0.7, time_std=1.3),
     "ddpm": Objective(Prediction.EPS, "cosine"),
     "ddpm-min-snr": Objective(Prediction.EPS, "cosine", weighting="min-snr"),
     "x0": Objective(Prediction.X0, "cosine"),

@@ -114,7 +114,8 @@ class PatchPCA(Codec, Stored):
         if lapped:
             codec.lap.copy_(lap)
         if refine:
-            refiner = fit_refiner(images, codec.encode(images), codec._decode, patch_size, long, progress=progress)
+            latents = codec.encode(images)
+            refiner = fit_refiner(images, latents, codec._decode, patch_size, long, lapped, progress=progress)
             weights = {f"refiner.{name}": tensor for name, tensor in refiner.state_dict().items()}
             weights |= codec.state_dict()
             config = replace(config, refiner_width=WIDTH, refiner_blocks=BLOCKS, refiner_noise=NOISE, refiner_long=long)
