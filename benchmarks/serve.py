@@ -7,7 +7,8 @@ for the previous one to finish, as servers without step-level batching have them
 batch 16. (a), (b) and (c) are function calls without HTTP, and make the same PNG files. `theory` measures what a step
 costs by the number of images, in CPU time, and simulates what scheduling can gain from that. `latency` has Poisson
 arrivals at 70% of what (b) can do for 16 clients. With `--added 20`, all experts of both sides are remote, behind a
-delay of 20 ms; with `--clock cpu`, time is the CPU time of the work, for machines that have other work, without HTTP.
+delay of 20 ms; with `--spread`, in processes of this machine; with `--clock cpu`, time is the CPU time of the work, for
+machines that have other work, without HTTP.
 `remote` has three experts in processes of their own, behind a delay. `soak` asks for twice the capacity; `kill` sends
 SIGKILL to a remote expert 20 times. Clients are streams of this one process, without a library of HTTP: server and
 clients share the machine.
@@ -34,7 +35,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ from atoll.serving.guard import share_interpreter
 from atoll.serving.remote import RemoteExpert
 from atoll.serving.scheduler import Event, Finished, Job, Observer, Preview, Scheduler
 from atoll.serving.settings import Limits
+from atoll.serving.spread import spread_here
 
 CLIENTS, PATH = 16, "/v1/images/generations"
 PROMPTS = ["a pink ghost with a yellow party hat", "a robot", "a green cat with round glasses", "a blue frog"]
@@ -252,7 +254,7 @@ def by_clients(url: str, asks: Sequence[Ask], clients: int = CLIENTS) -> float:
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def throughput(model: str, pipe: AtollPipeline, rounds: int) -> None:
+def throughput(model: str, pipe: AtollPipeline, rounds: int, spread: bool) -> None:
     print(f"\nthroughput, {CLIENTS} clients, 20 steps, guidance 2; images/s, median of {rounds} rounds in turns")
     static = StaticBatches(pipe, CLIENTS)
     num = 8 * CLIENTS
@@ -270,26 +272,51 @@ def throughput(model: str, pipe: AtollPipeline, rounds: int) -> None:
             make(pipe, asks[start : start + CLIENTS])
         return time.perf_counter() - begin
 
-    with command("serve", f"m={model}", "--port", 0, "--images", CLIENTS) as (url, process):
+    with ExitStack() as stack:
+        serve = ("serve", f"m={model}", "--port", 0, "--images", CLIENTS)
+        url, process = stack.enter_context(command(*serve))
         by_clients(url, asks[:CLIENTS])
         cpu = cpu_seconds(process.pid)
         contestants: dict[str, Callable[[], float]] = {
             "served": lambda: by_clients(url, asks), "(a) one at a time": one_at_a_time,
             "(b) static batches": lambda: static.by_clients(asks), "(c) offline, batch 16": offline,
         }  # fmt: skip
+        urls = {"served": url}
+        if spread:
+            urls["served --spread"], _ = stack.enter_context(command(*serve, "--spread"))
+            by_clients(urls["served --spread"], asks[:CLIENTS])
+            contestants["served --spread"] = lambda: by_clients(urls["served --spread"], asks)
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
+        before = cpu_times()
         for _ in tqdm(range(rounds), "throughput", unit=" rounds", leave=False, disable=None):
             for name, run in contestants.items():
                 seconds[name].append(run())
         served_cpu = (cpu_seconds(process.pid) - cpu) / (rounds * num)
         for name, taken in seconds.items():
             ratios = [other / own for own, other in zip(seconds["served"], taken, strict=True)]
-            print(f"{name:22} {num / statistics.median(taken):7.1f}   served / this {statistics.median(ratios):5.2f}")
+            print(
+                f"{name:22} {num / statistics.median(taken):7.1f}   served / this {statistics.median(ratios):5.2f}"
+                f"   best round {num / min(taken):5.1f}, served / this {min(taken) / min(seconds['served']):5.2f}"
+            )
+        print(f"{stolen_share(before):.0%} of the machine's time went to other guests of its host")
         begin = time.process_time()
         offline()
         offline_cpu = (time.process_time() - begin) / num
         print(f"CPU per image: served {1000 * served_cpu:.1f} ms, offline {1000 * offline_cpu:.1f} ms")
-        first_preview(url)
+        for name, one in urls.items():
+            print(name)
+            first_preview(one)
+
+
+def cpu_times() -> list[int]:
+    """Returns the ticks of all cores: user, nice, system, idle, iowait, irq, softirq and steal (Linux)."""
+    return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+
+
+def stolen_share(before: Sequence[int]) -> float:
+    """Returns the share of time since then that the machine wanted to work and was not let by its host."""
+    ticks = [now - then for now, then in zip(cpu_times(), before, strict=True)]
+    return ticks[7] / max(1, sum(ticks))
 
 
 def todo_locked(todo: Iterator[Ask], lock: threading.Lock) -> Iterator[Ask]:
@@ -409,12 +436,21 @@ def predict(cost: Cost, num: int = 4000) -> None:
 
 
 def latency(
-    model: str, pipe: AtollPipeline, loads: Sequence[str], seconds: float, seeds: Sequence[int], added: float
-) -> None:
-    """Arrivals at 70% of what static batches can do; `added` milliseconds delay all experts, which are remote then."""
+    model: str, pipe: AtollPipeline, loads: Sequence[str], seconds: float, seeds: Sequence[int], added: float,
+    spread: bool,
+) -> None:  # fmt: skip
+    """Arrivals at 70% of what static batches can do; `added` milliseconds delay all experts, which are remote then.
+
+    With `spread`, experts of both sides are in processes of their own.
+    """
     with ExitStack() as stack:
-        flags: list[object] = []
-        if added:
+        flags: list[object] = ["--spread"] if spread else []
+        if spread:
+            experts = spread_here(Path(model), {"device": "cpu"}, CLIENTS)
+            for expert in experts.values():
+                stack.callback(expert.close)
+            pipe = AtollPipeline(model, elsewhere=experts)
+        elif added:
             urls = stack.enter_context(owners(model, range(pipe.index.num_experts)))
             urls = stack.enter_context(delayed(urls, added / 1000))
             pipe = AtollPipeline(model, elsewhere={k: RemoteExpert(url, timeout=60) for k, url in urls.items()})
@@ -426,9 +462,9 @@ def latency(
             asks = LOADS[name](2 * CLIENTS, 0)
             by_clients(url, asks[:CLIENTS])
             rate = 0.7 * len(asks) / static.by_clients(asks)
-            where = f"all experts remote, {added:g} ms added" if added else "experts here"
+            where = f"all experts remote, {added:g} ms added" if added else "experts here" + ", spread" * spread
             print(f"\nlatency, {name}; {where}; {rate:.2f} requests/s, 70% of what static batches can do")
-            both = list[float](), list[float]()
+            both, before = (list[float](), list[float]()), cpu_times()
             for seed in seeds:
                 asks = LOADS[name](max(20, int(rate * seconds)), seed)
                 arrivals = poisson(len(asks), rate, seed)
@@ -436,6 +472,7 @@ def latency(
                 both[1].extend(theirs := _open_loop_static(static, asks, arrivals))
                 _compare(f"seed {seed}, {len(asks)} requests", ours, theirs)
             _compare("all", *both)
+            print(f"  {stolen_share(before):.0%} of the machine's time went to other guests of its host")
 
 
 class Turns:
@@ -455,6 +492,39 @@ class Turns:
         self.take(who, math.inf)
 
 
+class Clock:
+    """The CPU time of the thread that asks, and of experts in processes: of those of one step that of the longest.
+
+    Or their mean over the cores, if that is more. So it shows what the clock would on a machine without other work.
+    """
+
+    def __init__(self, experts: Collection[RemoteExpert] = ()) -> None:
+        self._spent, self._step, self._open, self._lock = 0.0, list[float](), 0, threading.Lock()
+        for expert in experts:
+            expert.guided_velocity = partial(self._timed, expert, expert.guided_velocity)  # type: ignore[method-assign]
+
+    def __call__(self) -> float:
+        return time.thread_time() + self._spent
+
+    def _timed(self, expert: RemoteExpert, ask: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        def now() -> float:
+            # Linux: nanoseconds that the only thread of its process has run
+            with open(f"/proc/{expert._carrier._process.pid}/schedstat") as file:  # type: ignore[attr-defined]
+                return time.thread_time() + int(file.read().split()[0]) / 1e9
+
+        with self._lock:
+            self._open += 1
+        begin = now()
+        u = ask(*arguments)
+        with self._lock:
+            self._step.append(now() - begin)
+            self._open -= 1
+            if self._open == 0:
+                self._spent += max(*self._step, sum(self._step) / len(os.sched_getaffinity(0)))
+                self._step.clear()
+        return u
+
+
 class OnCpuClock(Observer):
     """A scheduler whose requests arrive by a clock that shows the CPU time of its steps alone.
 
@@ -462,10 +532,12 @@ class OnCpuClock(Observer):
     files are made by the scheduler's thread, and count; HTTP does not, as it does not for static batches.
     """
 
-    def __init__(self, pipe: AtollPipeline, asks: Sequence[Ask], arrivals: Sequence[float], turns: Turns) -> None:
-        self.pipe, self.asks, self.arrivals, self.turns = pipe, asks, arrivals, turns
+    def __init__(
+        self, pipe: AtollPipeline, clock: Clock, asks: Sequence[Ask], arrivals: Sequence[float], turns: Turns
+    ) -> None:
+        self.pipe, self.clock, self.asks, self.arrivals, self.turns = pipe, clock, asks, arrivals, turns
         self.latencies = [0.0] * len(asks)
-        self._now, self._cpu, self._arrived = arrivals[0], 0.0, 0
+        self._now, self._cpu, self._arrived = arrivals[0], clock() - time.thread_time(), 0
         self._open: set[int] = set()
         self._done: list[int] = []  # in this step
         self._ended = threading.Event()
@@ -480,7 +552,7 @@ class OnCpuClock(Observer):
         return self.latencies
 
     def stepped(self, seconds: float, images: int, samples: Counter[int]) -> None:
-        cpu = time.thread_time()  # of the scheduler's thread, which calls this
+        cpu = self.clock()  # of the scheduler's thread, which calls this
         self._now, self._cpu = self._now + cpu - self._cpu, cpu
         for k in self._done:
             self.latencies[k] = self._now - self.arrivals[k]
@@ -508,15 +580,22 @@ class OnCpuClock(Observer):
         self._done.append(k)
 
 
-def latency_on_cpu_clock(pipe: AtollPipeline, loads: Sequence[str], num: int, seeds: Sequence[int]) -> None:
+def latency_on_cpu_clock(
+    model: str, pipe: AtollPipeline, loads: Sequence[str], num: int, seeds: Sequence[int], spread: bool
+) -> None:
     """Arrivals at 70% of what static batches can do; time is the CPU time of the work."""
+    pipes, clocks = (pipe, pipe), (Clock(), Clock())
+    if spread:
+        experts = [spread_here(Path(model), {"device": "cpu"}, CLIENTS) for _ in range(2)]
+        pipes = AtollPipeline(model, elsewhere=experts[0]), AtollPipeline(model, elsewhere=experts[1])
+        clocks = Clock(experts[0].values()), Clock(experts[1].values())
 
     def cpu_seconds_of(asks: Sequence[Ask], turns: Turns | None, batch: list[int], now: float) -> float:
         if turns is not None:
             turns.take(1, now)
-        begin = time.thread_time()
-        make(pipe, [asks[k] for k in batch])
-        return time.thread_time() - begin
+        begin = clocks[1]()
+        make(pipes[1], [asks[k] for k in batch])
+        return clocks[1]() - begin
 
     for name in loads:
         asks = LOADS[name](3 * CLIENTS, 0)
@@ -527,7 +606,7 @@ def latency_on_cpu_clock(pipe: AtollPipeline, loads: Sequence[str], num: int, se
             asks = LOADS[name](num, seed)
             arrivals = poisson(num, rate, seed)
             kinds, turns = [ask.kind for ask in asks], Turns()
-            scheduled = OnCpuClock(pipe, asks, arrivals, turns)
+            scheduled = OnCpuClock(pipes[0], clocks[0], asks, arrivals, turns)
             scheduled.start()
             theirs = static_batches(kinds, arrivals, partial(cpu_seconds_of, asks, turns), CLIENTS)
             turns.end(1)
@@ -785,16 +864,22 @@ def _own(folder: str, port: int) -> None:
         )  # fmt: skip
 
 
+def family(pid: int) -> list[int]:
+    """Returns a process and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
 def rss(pid: int) -> float:
-    """Returns the memory of a process in MB."""
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    """Returns the memory of a process and of those that it has started, in MB."""
+    pages = sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in family(pid))
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def cpu_seconds(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Returns the CPU time of a process and of those that it has started, so far."""
+    fields = [Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split() for one in family(pid)]
+    return sum(int(own[11]) + int(own[12]) for own in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -807,6 +892,11 @@ def main() -> None:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="of `latency`")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="of `latency`")
     parser.add_argument("--added", type=float, default=0, help="ms, by which `latency` delays all experts, then remote")
+    parser.add_argument(
+        "--spread",
+        action="store_true",
+        help="each expert in a process: both sides of `latency`, one more server in `throughput`",
+    )
     parser.add_argument("--minutes", type=float, default=10, help="of `soak`")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--requests", type=int, default=200, help="of `kill`, at least; of `latency --clock cpu`")
@@ -816,12 +906,12 @@ def main() -> None:
     pipe = AtollPipeline(args.model)
     make(pipe, [Ask(0)])
     parts: dict[str, Callable[[], None]] = {
-        "throughput": lambda: throughput(args.model, pipe, args.rounds),
+        "throughput": lambda: throughput(args.model, pipe, args.rounds, args.spread),
         "theory": lambda: theory(pipe),
         "latency": lambda: (
-            latency(args.model, pipe, args.loads, args.seconds, args.seeds, args.added)
+            latency(args.model, pipe, args.loads, args.seconds, args.seeds, args.added, args.spread)
             if args.clock == "wall"
-            else latency_on_cpu_clock(pipe, args.loads, args.requests, args.seeds)
+            else latency_on_cpu_clock(args.model, pipe, args.loads, args.requests, args.seeds, args.spread)
         ),
         "remote": lambda: remote(args.model, pipe, args.rounds),
         "soak": lambda: soak(args.model, pipe, args.minutes),

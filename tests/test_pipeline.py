@@ -381,6 +381,11 @@ class TestFolder:
         assert other("a", seed=0, **FEW).settings["dtype"] == "bfloat16"
         assert torch.equal(latents(other.to("cpu", torch.float32), "a robot", seed=1), whole)
 
+    def test_bf16_on_a_machine_that_only_says_it_can(self, model, monkeypatch):
+        monkeypatch.setattr("atoll.tensors.runs_bf16", lambda: False)
+        with pytest.raises(InputError, match="crashes on them in bf16: use float32"):
+            AtollPipeline.from_pretrained(model, dtype=torch.bfloat16)("a", seed=0, **FEW)
+
     def test_a_dtype_alone_or_by_name(self, model):
         pipe = AtollPipeline.from_pretrained(model, dtype="bfloat16")
         assert pipe.dtype == torch.bfloat16

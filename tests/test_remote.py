@@ -279,6 +279,17 @@ def test_a_missing_expert_is_elsewhere(served_model, owners, pipe, tmp_path):
         assert experts[0]["images"] > 0
 
 
+def test_one_that_is_away_at_the_start(one, owners):
+    """Is away until it answers, if its card is known; another one in its place never is it."""
+    known = RemoteExpert("http://127.0.0.1:9", card=one.card)
+    assert known.away
+    assert known.shape == one.shape
+    other = RemoteExpert(owners[1], card=one.card)
+    assert other.away == "another expert answers there now"
+    for expert in (known, other):
+        expert.close()
+
+
 def test_the_example_of_the_docs(served_model, tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
     block = re.findall(r"```py\n(.*?)```", page, re.DOTALL)[1]

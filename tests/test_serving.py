@@ -28,7 +28,7 @@ from atoll.sampling.ensemble import Mixture
 from atoll.sampling.folder import read_metadata
 from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.access import Access
-from atoll.serving.guard import warn_if_open
+from atoll.serving.guard import listen, warn_if_open
 from atoll.serving.models import Source
 from atoll.serving.requests import Generation
 from atoll.serving.settings import Limits
@@ -540,6 +540,7 @@ def test_flags(served_model, capsys):
         ([str(served_model), "--remote", "0=http://127.0.0.1:9"], "no expert answers"),
         ([str(served_model), "--keys", "nowhere.json"], "there is no nowhere.json"),
         ([str(served_model), str(served_model), "--clusters", "x"], "serve it alone"),
+        ([str(served_model), "--spread", "--max-resident", "1"], "leave out --max-resident"),
     ]:
         with pytest.raises(SystemExit) as end:
             main(["serve", *arguments])
@@ -588,3 +589,13 @@ class TestDocs:
     def test_keys(self, tmp_path):
         (tmp_path / "keys.json").write_text(self.blocks("json", "")[0])
         assert [name for name, *_ in Access(tmp_path / "keys.json").usage()] == ["alice"]
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    """Connections send small pieces at once: Nagle's algorithm would add 40 ms to every step of a remote expert."""
+    with (
+        listen("127.0.0.1", 0) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

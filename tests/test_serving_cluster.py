@@ -48,7 +48,7 @@ class TestRefused:
     def test_flags(self, served_model, capsys):
         assert "did you mean 'ray'" in self.said(capsys, served_model, "--engine", "rya")
         assert "add --engine ray" in self.said(capsys, served_model, "--replicas", 2)
-        assert "add --engine ray" in self.said(capsys, served_model, "--spread")
+        assert "add --engine ray" in self.said(capsys, served_model, "--spread", "--max-resident", 1)
         ray = "--engine", "ray"
         assert "--replicas must be from 1" in self.said(capsys, served_model, *ray, "--replicas", 0)
         assert "nowhere" in self.said(capsys, "nowhere/at/all", *ray)

@@ -61,10 +61,11 @@ def serve(
         device: auto, cpu, cuda or cuda:N.
         dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
         conversion: calibrated, exact or paper; as for `atoll sample`.
-        engine: local: this process; ray: a Ray Serve application on a cluster.
+        engine: local: this machine; ray: a Ray Serve application on a cluster.
         address: Of the Ray cluster, such as 10.0.0.1:6379; by default RAY_ADDRESS, or the one on this machine.
         replicas: How many times each model is there, with a GPU each where there are any.
-        spread: Puts every expert into a Ray actor of its own, with a GPU of its own where there are any.
+        spread: Puts every expert into a process of its own: on a CPU, several cores then share each step. On a Ray
+            cluster into an actor, with a GPU of its own where there are any.
     """
     from atoll.serving.start import Launch, start
 
@@ -78,7 +79,7 @@ def serve(
         start_on_cluster(launch, address, replicas, spread)
     elif engine != "local":
         raise unknown("engine", engine, ("local", "ray"))
-    elif address is not None or replicas != 1 or spread:
-        raise InputError("--address, --replicas and --spread are of a Ray cluster: add --engine ray")
+    elif address is not None or replicas != 1:
+        raise InputError("--address and --replicas are of a Ray cluster: add --engine ray")
     else:
-        start(launch)
+        start(launch, spread)

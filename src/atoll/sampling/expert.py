@@ -26,7 +26,7 @@ from atoll.networks.expert import Expert
 from atoll.networks.stored import WEIGHTS
 from atoll.networks.text_prior import TextPrior
 from atoll.storage import known_digest
-from atoll.tensors import read_tensors, send
+from atoll.tensors import check_bf16, read_tensors, send
 
 Shape = tuple[int, ...]
 
@@ -129,6 +129,8 @@ class FolderExpert(VelocityExpert):
             if self.index is not None:
                 self.index.verify_part(self.path.parent, self.path.name)
             expert = Expert.load(self.path, dtype=self.dtype)
+            if expert.network.patch_embed.weight.dtype is torch.bfloat16:
+                check_bf16(self.device)
             expert.network.to(self.device)
             loaded = VelocityExpert.of(expert, self.conversion)
             self.network, self.transfer, self.prior = loaded.network, loaded.transfer, loaded.prior

@@ -139,6 +139,7 @@ class AtollPipeline:
         self._elsewhere = elsewhere or {}
         self.folder = folder = find_model(folder, revision)
         self.index = index = ModelIndex.read(folder)
+        self.hash = index.hash
         index.verify(folder, again=verify, experts=verify)
         self.max_resident = max_resident
         self.conversion = None if conversion is None else Conversion(conversion)

@@ -105,6 +105,8 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
     @app.exception_handler(InputError)
     async def refused(request: Request, error: Exception) -> Response:
         refusal = Refusal.of(error)  # what is our own fault is left to the guard, which logs it
+        if isinstance(error, Refusal) and error.status == 500:  # of another process, whose log says why
+            LOG.error("request %s failed", request.state.request_id)
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     @app.exception_handler(HTTPException)
@@ -121,7 +123,8 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        return Response("draining\n" if state.draining else "ready\n", 503 if state.draining else 200)
+        word = "draining" if state.draining else "ready" if all(one.ready for one in state.models) else "starting"
+        return Response(f"{word}\n", 200 if word == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

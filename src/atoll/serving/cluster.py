@@ -10,7 +10,6 @@ whose experts do not fit one GPU together.
 """
 
 import asyncio
-import json
 import re
 import signal
 import socket
@@ -20,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,20 +29,18 @@ from atoll.engines.engine import USUAL
 from atoll.engines.ray import Ray
 from atoll.errors import InputError, plural, printable
 from atoll.sampling.assemble import find_model
-from atoll.sampling.expert import FolderExpert, VelocityExpert
-from atoll.sampling.pipeline import AtollPipeline, get_dtype
+from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.access import Access
 from atoll.serving.api import State, make_app
-from atoll.serving.guard import LOG, Refusal, listen, share_interpreter, warn_if_open
+from atoll.serving.guard import LOG, Refusal, Refused, listen, share_interpreter, warn_if_open
 from atoll.serving.images import Images, Shown
 from atoll.serving.metrics import Metrics
 from atoll.serving.models import Models, Served, ServedHere, Source
-from atoll.serving.owner import Owner
 from atoll.serving.remote import RemoteExpert
 from atoll.serving.scheduler import BusyError, Job, Observer, Preview
+from atoll.serving.spread import ExpertActor, spread_experts
 from atoll.serving.start import Launch, about, where
 from atoll.storage import reason_of
-from atoll.tensors import get_device
 
 APP = "atoll"  # the name of the Ray Serve application
 LOSSES = 5  # of replicas in a row, until a request is refused
@@ -51,22 +48,6 @@ LINGER = 60.0  # seconds that the last version of a model still answers who has 
 LOADING = 300.0  # seconds that an actor may take to load its expert
 STARTING = 600.0  # seconds that the application may take to start
 NOTHING = torch.empty(0)
-
-
-class Refused(NamedTuple):
-    """A refusal on its way from a replica; exceptions do not travel well."""
-
-    status: int
-    message: str
-    param: str | None
-    retry_after: int | None
-
-    @classmethod
-    def of(cls, error: Exception) -> "Refused":
-        refusal = Refusal.of(error)
-        if refusal.status == 500:
-            LOG.exception("images failed")
-        return cls(refusal.status, refusal.message, refusal.param, refusal.retry_after)
 
 
 # --- a replica ----------------------------------------------------------------------------------------------------
@@ -79,7 +60,7 @@ class Replica:
         """With `actor_options`, each expert is an actor of its own, which reserves that."""
         share_interpreter()
         self._limits, self._actors = launch.limits, actor_options
-        self._source = next(source for source in launch.sources(Metrics()) if source.name == name)
+        self._source = launch.source(name)
         self._timeout, self._opening = launch.remote_timeout, asyncio.Lock()
         current = self._open()
         self._versions = {current.pipe.index.hash: current}
@@ -92,22 +73,14 @@ class Replica:
             source = replace(source, options=options)
         return ServedHere(source, self._limits)
 
-    def _spread(self, folder: Path) -> dict[int, VelocityExpert]:
+    def _spread(self, folder: Path) -> dict[int, RemoteExpert]:
         """Returns the experts of the folder, each in an actor of its own, which lives as long as this process."""
         ray, options = require("ray", "ray"), self._source.options
-        index, device = ModelIndex.read(folder), get_device(options["device"])
         own = {name: options.get(name) for name in ("device", "dtype", "conversion")}
-        actors = {
-            k: ray.remote(ExpertActor)
-            .options(max_restarts=-1, **(self._actors or {}))
-            .remote(folder / part.folder, self._limits.images, own)
-            for k, part in enumerate(index.experts)
-            if part is not None and k not in options["elsewhere"]
-        }
-        return {
-            k: RemoteExpert(f"actor:expert_{k}", device=device, carrier=ActorCarrier(actor, self._timeout))
-            for k, actor in actors.items()
-        }
+        actor = ray.remote(ExpertActor).options(max_restarts=-1, **(self._actors or {}))
+        return spread_experts(
+            folder, options, lambda part: ActorCarrier(actor.remote(part, self._limits.images, own), self._timeout)
+        )
 
     async def _version(self, digest: str) -> ServedHere:
         async with self._opening:
@@ -140,27 +113,6 @@ class Replica:
             yield Refused.of(error)
         finally:
             images.cancel()
-
-
-class ExpertActor:
-    """Runs on a node: one expert, which answers velocities."""
-
-    def __init__(self, folder: Path, samples: int, options: Mapping[str, Any]) -> None:
-        dtype = options["dtype"]
-        expert = FolderExpert(
-            folder, conversion=options["conversion"], dtype=None if dtype is None else get_dtype(dtype),
-            device=get_device(options["device"]), index=ModelIndex.read(folder.parent),
-        )  # fmt: skip
-        self._owner = Owner(expert, samples)
-
-    def answer(self, body: bytes | None) -> tuple[int, bytes]:
-        """Returns status and velocities; without a body, the expert's card."""
-        if body is None:
-            return 200, json.dumps(self._owner.expert.card.values()).encode()
-        try:
-            return 200, self._owner.answer(body, "")
-        except Refusal as refusal:
-            return refusal.status, refusal.message.encode()
 
 
 class ActorCarrier:

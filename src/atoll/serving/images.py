@@ -1,8 +1,8 @@
 """The images of one request on their way: what their scheduler tells, as PNG files.
 
-Events come from the scheduler's thread, images are decoded in a thread of their own, and the event loop does nothing
-that takes time. The first preview of an image is decoded by the scheduler's thread itself, before the next step begins:
-it is what somebody waits for, and two threads that take turns at the interpreter would make it late.
+Events come from a thread, the scheduler's or that which hears from its process; images are decoded in another, and the
+event loop does nothing that takes time. The first preview of an image comes decoded: the scheduler has done that before
+its next step, since two threads that take turns at the interpreter would make it late.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from atoll.sampling.folder import described_png, png_of
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.apart import SchedulerProcess
 from atoll.serving.scheduler import Event, Failed, Finished, Job, Preview, Scheduler
 
 BEAT = 15.0  # seconds after which somebody who waits hears that all is well
@@ -39,38 +40,31 @@ class Images(Protocol):
 
 
 class OwnImages:
-    """Those that a scheduler of this process makes."""
+    """Those that a scheduler makes and this process decodes."""
 
-    def __init__(self, pipe: AtollPipeline, scheduler: Scheduler, jobs: Sequence[Job]) -> None:
+    def __init__(self, pipe: AtollPipeline, scheduler: Scheduler | SchedulerProcess, jobs: Sequence[Job]) -> None:
         """Submits them; raises BusyError if there is no room."""
         self.pipe, self.jobs = pipe, jobs
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event, bytes | None]]()
-        self._unseen = set(range(len(jobs)))  # those without a preview so far
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
         self._images = scheduler.submit(jobs, [partial(self._tell, i) for i in range(len(jobs))])
 
     def _tell(self, index: int, event: Event) -> None:
-        png = None
-        if isinstance(event, Preview) and index in self._unseen:
-            self._unseen.remove(index)
-            try:
-                png = self._render(self.jobs[index], event)
-            except Exception as error:  # of this image, not of all that are in flight
-                event = Failed(error)
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event, png))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def shown(self) -> AsyncIterator[Shown | None]:
         left = len(self.jobs)
         while left:
             try:
                 async with asyncio.timeout(BEAT):
-                    index, event, png = await self._events.get()
+                    index, event = await self._events.get()
             except TimeoutError:
                 yield None
                 continue
             if isinstance(event, Failed):
                 raise event.error
             left -= isinstance(event, Finished)
+            png = event.png if isinstance(event, Preview) else None
             if png is None:
                 png = await self._loop.run_in_executor(POOL, self._render, self.jobs[index], event)
             yield Shown(index, event, png)
@@ -83,7 +77,7 @@ class OwnImages:
         settings = pipe.settings_of(job.plan) | ({"without": list(event.without)} if event.without else {})
         return described_png(
             pipe.render(event.latents)[0], prompt=job.prompt, negative_prompt=job.negative, seed=job.seed,
-            model=pipe.index.hash, settings=settings,
+            model=pipe.hash, settings=settings,
         )  # fmt: skip
 
     def cancel(self) -> None:

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ from atoll.sampling.assemble import find_model
 from atoll.sampling.expert import VelocityExpert
 from atoll.sampling.model_card import CREDITS
 from atoll.sampling.pipeline import AtollPipeline
+from atoll.serving.apart import SchedulerProcess
 from atoll.serving.images import Images, OwnImages
+from atoll.serving.remote import RemoteExpert
 from atoll.serving.scheduler import Job, Observer, Scheduler
 from atoll.serving.settings import Limits
+from atoll.serving.spread import spread_here
 from atoll.storage import read_bytes
 
 NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 SHEET = "sheet.png"  # of a cluster, as `atoll partition` writes it
 MAX_SHEET = 32 << 20
 MAX_CREDITS = 64 << 10
+Cards = Mapping[int, ExpertCard]  # by the numbers of experts
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class Served:
         self.side = space.shape[1] * space.codec.factor
         self.about = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "atoll",
                       "atoll": self._describe()}  # fmt: skip
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether it takes images now."""
+        return True
 
     async def start(self, jobs: Sequence[Job]) -> Images:
         """Begins to make images; raises BusyError if there is no room."""
@@ -116,12 +126,10 @@ class Served:
         )
 
 
-class ServedHere(Served):
-    """A model whose images a scheduler of this process makes."""
+class Scheduled(Served):
+    """A model with a scheduler."""
 
-    def __init__(self, source: Source, limits: Limits) -> None:
-        super().__init__(source, AtollPipeline(source.place, **source.options))
-        self.scheduler = Scheduler(self.pipe, limits, source.observer)
+    scheduler: Scheduler | SchedulerProcess
 
     async def start(self, jobs: Sequence[Job]) -> Images:
         return OwnImages(self.pipe, self.scheduler, jobs)
@@ -131,6 +139,58 @@ class ServedHere(Served):
 
     def close(self, cancel: bool = False) -> None:
         self.scheduler.close(cancel)
+
+
+class ServedHere(Scheduled):
+    """A model whose images this process makes."""
+
+    scheduler: Scheduler
+
+    def __init__(self, source: Source, limits: Limits, spread: bool = False) -> None:
+        """With `spread`, each expert of the folder is in a process of its own."""
+        options, self._own = dict(source.options), dict[int, RemoteExpert]()
+        if spread:
+            self._own = spread_here(find_model(source.place, options.get("revision")), options, limits.images)
+            options["elsewhere"] = {**self._own, **(options.get("elsewhere") or {})}
+        try:
+            super().__init__(source, AtollPipeline(source.place, **options))
+            self.scheduler = Scheduler(self.pipe, limits, source.observer)
+        except BaseException:
+            self._close_own()
+            raise
+
+    def close(self, cancel: bool = False) -> None:
+        super().close(cancel)
+        self._close_own()
+
+    def _close_own(self) -> None:
+        for expert in self._own.values():
+            expert.close()
+
+
+class ServedApart(Scheduled):
+    """A model whose images another process makes; this one decodes them, and has no weights of experts."""
+
+    scheduler: SchedulerProcess
+
+    def __init__(
+        self, source: Source, limits: Limits, open_model: Callable[[str, Path, Cards, Observer], ServedHere]
+    ) -> None:
+        """`open_model` is called in that process, with the model's name and folder and the remote experts' cards."""
+        folder = find_model(source.place, source.options.get("revision"))  # only one of both may have to download it
+        remote: Mapping[int, VelocityExpert] = source.options.get("elsewhere") or {}
+        cards = {k: expert.card for k, expert in remote.items() if isinstance(expert, RemoteExpert)}
+        self.scheduler = SchedulerProcess(partial(open_model, source.name, folder, cards), limits, source.observer)
+        try:
+            super().__init__(source, AtollPipeline(folder, **source.options))
+            self.scheduler.wait(self.pipe.index.hash)
+        except BaseException:
+            self.scheduler.close(cancel=True)
+            raise
+
+    @property
+    def ready(self) -> bool:
+        return self.scheduler.ready
 
 
 class Models:

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atoll.cards import ExpertCard
 from atoll.diffusion.prediction import Prediction
 from atoll.errors import AwayError, InputError, printable
+from atoll.networks.dit import DiTConfig
 from atoll.sampling.expert import Guidance, TextCache, VelocityExpert
 from atoll.serving.guard import NEEDED
 from atoll.storage import parse_json, reason_of
@@ -34,6 +35,7 @@ MAX_CARD = 1 << 20  # bytes
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 PAUSES = (0.1, 1.0)  # seconds between looks whether a peer is back: at first, and at most
 NO_TEXT = -1
+ANOTHER = "another expert answers there now"
 
 
 def digest_of_text(tokens: Tensor) -> bytes:
@@ -96,6 +98,7 @@ class RemoteExpert(VelocityExpert):
     """An expert of `atoll serve-expert` at a URL."""
 
     elsewhere = True
+    config: DiTConfig | None = None  # of its network, if that takes memory of this machine
 
     def __init__(
         self,
@@ -106,10 +109,12 @@ class RemoteExpert(VelocityExpert):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         carrier: Carrier | None = None,
+        card: ExpertCard | None = None,
     ) -> None:
         """Asks what expert it is. `timeout` is in seconds, of a whole answer; `dtype` that of latents on the wire.
 
-        A `carrier` takes requests there in another way than HTTP; `url` then only names the expert.
+        A `carrier` takes requests there in another way than HTTP; `url` then only names the expert. If its `card` is
+        known already, an expert that does not answer is away at first.
         """
         self.url, self.path, self._wire, self.device = url.rstrip("/"), url, dtype, torch.device(device)
         self._carrier = carrier or Http(url, key, timeout)
@@ -118,11 +123,16 @@ class RemoteExpert(VelocityExpert):
         self._away: str | None = None  # why
         self._lock, self._closed = threading.Lock(), threading.Event()
         try:
-            self.card = self._read_card()
+            found = self._read_card()
+            if card not in (None, found):
+                raise ValueError(ANOTHER)
+            self.card = found
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"no expert answers at {url} ({reason_of(error)}): start `atoll serve-expert` there"
-            ) from error
+            if card is None:
+                advice = "start `atoll serve-expert` there" if carrier is None else "repair the expert, or leave it out"
+                raise InputError(f"no expert answers at {url} ({reason_of(error)}): {advice}") from error
+            self.card = card
+            self._leave(printable(reason_of(error) or type(error).__name__, 200))
         self.shape = tuple(self.card.latent_space.shape)
         self.is_flow = self.card.objective.get("prediction") == Prediction.VELOCITY
 
@@ -216,7 +226,7 @@ class RemoteExpert(VelocityExpert):
             pause = min(2 * pause, most)
             try:
                 if self._read_card() != self.card:
-                    raise ValueError("another expert answers there now")
+                    raise ValueError(ANOTHER)
             except (OSError, ValueError, RuntimeError) as error:
                 self._away = printable(reason_of(error) or type(error).__name__, 200)
                 continue

@@ -27,6 +27,7 @@ from atoll.diffusion.solvers import EVALUATIONS, Step, Walk, get_solver
 from atoll.errors import InputError
 from atoll.sampling.ensemble import Mixture, Sample, draw_noise, image_generators
 from atoll.sampling.expert import Prompts
+from atoll.sampling.folder import png_of
 from atoll.sampling.pipeline import AtollPipeline, ImageTrace, Plan
 from atoll.serving.settings import Limits
 from atoll.tensors import send
@@ -41,6 +42,10 @@ class BusyError(InputError):
         super().__init__(message)
         self.retry_after = max(1, math.ceil(min(retry_after, 600)))
 
+    @classmethod
+    def of(cls, waiting: int, more: int, seconds: float) -> "BusyError":
+        return cls(f"{waiting} images are waiting and there is no room for {more} more", seconds)
+
 
 class Preview(NamedTuple):
     """An image on its way, after a step."""
@@ -49,6 +54,7 @@ class Preview(NamedTuple):
     t: float
     latents: Tensor  # [1, C, S, S]
     weights: list[float]  # of the experts, at the last evaluation
+    png: bytes | None = None  # if it is decoded already
 
 
 class Finished(NamedTuple):
@@ -94,6 +100,7 @@ class InFlight:
     walk: Walk | None = None
     at: tuple[Tensor, Tensor] | None = None  # where the walk needs the velocity
     previews: list[Step] = field(default_factory=list)  # taken in the last step, not yet told
+    shown: bool = False  # whether it has had a preview
     evaluations: list[tuple[float, list[float]]] = field(default_factory=list)  # t, and the experts' weights
 
     def cancel(self) -> None:
@@ -141,7 +148,7 @@ class Scheduler:
             num = sum(map(len, self._waiting.values()))
             free = self.places - len(self._running)
             if num + len(jobs) > self.limits.waiting + max(0, free):
-                raise BusyError(f"{num} images are waiting and there is no room for {len(jobs)} more", self.backlog())
+                raise BusyError.of(num, len(jobs), self.backlog())
             now = time.monotonic()
             images = [InFlight(job, call, now) for job, call in zip(jobs, tell, strict=True)]
             for image in images:
@@ -151,8 +158,8 @@ class Scheduler:
 
     def backlog(self) -> float:
         """Returns the seconds that all images here will take."""
-        images = chain(self._running, *self._waiting.values())
-        return self._pace * sum(image.left for image in images)
+        with self._wake:
+            return self._pace * sum(image.left for image in chain(self._running, *self._waiting.values()))
 
     def counts(self) -> tuple[int, int]:
         """Returns how many images are in flight, and how many wait."""
@@ -252,9 +259,11 @@ class Scheduler:
                 event = self._finished(image, end.value)
             except Exception as error:
                 event = Failed(error)
-            for step in image.previews:
-                latents = step.x if image.job.state else step.x0
-                image.tell(Preview(step.number, float(step.t), latents, weights[row]))
+            if image.previews and not isinstance(event, Failed):
+                try:
+                    self._show(image, weights[row])
+                except Exception as error:  # of this image, not of all that are in flight
+                    event = Failed(error)
             image.previews.clear()
             if event is not None:
                 done.append(image)
@@ -265,6 +274,14 @@ class Scheduler:
         answered = Counter({k: sum(row[k] > 0 for row in weights) for k in range(len(weights[0]))})
         self.observer.stepped(seconds, len(images), answered)
         return done
+
+    def _show(self, image: InFlight, weights: list[float]) -> None:
+        """Tells the previews of the last step. The first is decoded at once, before the next step: somebody waits."""
+        for step in image.previews:
+            latents = step.x if image.job.state else step.x0
+            png = None if image.shown else png_of(self.pipe.render(latents)[0])
+            image.shown = True
+            image.tell(Preview(step.number, float(step.t), latents, weights, png))
 
     def _start(self, image: InFlight) -> None:
         job, ensemble = image.job, self.pipe.ensemble
@@ -308,9 +325,11 @@ def bytes_per_image(pipe: AtollPipeline) -> int:
     """
     kept = activations = 0
     for number, expert in enumerate(pipe.ensemble.experts):
-        if expert is None or expert.elsewhere:
+        if expert is None:
             continue
-        config = pipe.ensemble.take(number).network.config
+        config = getattr(expert, "config", None) if expert.elsewhere else pipe.ensemble.take(number).network.config
+        if config is None:
+            continue
         kept += 2 * 2 * config.depth * config.hidden_size * pipe.text_encoder.max_length
         widest = config.hidden_size * (8 + 2 * config.mlp_ratio) + config.num_heads * config.num_tokens
         activations = max(activations, 2 * int(config.num_tokens * widest))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from atoll.config import check_counts
 from atoll.errors import InputError
 
+MOST_WAITING = 1_000_000
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -31,7 +33,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         check_counts(
-            self, images=4096, waiting=1_000_000, n=1000, steps=10_000, body=16 << 20, connections=100_000
+            self, images=4096, waiting=MOST_WAITING, n=1000, steps=10_000, body=16 << 20, connections=100_000
         )  # fmt: skip
         if not 0 < self.memory <= 1:
             raise InputError(f"memory must be a share above 0 and at most 1, but is {self.memory}")

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from atoll.errors import InputError, plural, printable
 from atoll.sampling.expert import VelocityExpert
@@ -13,9 +15,10 @@ from atoll.serving.access import Access
 from atoll.serving.api import State, serve
 from atoll.serving.guard import warn_if_open
 from atoll.serving.metrics import Metrics
-from atoll.serving.models import Models, Served, ServedHere, Source
+from atoll.serving.models import Cards, Models, Scheduled, Served, ServedApart, ServedHere, Source
 from atoll.serving.remote import RemoteExpert
-from atoll.serving.settings import Limits
+from atoll.serving.scheduler import Observer
+from atoll.serving.settings import MOST_WAITING, Limits
 from atoll.storage import read_bytes, reason_of
 from atoll.tensors import get_device
 
@@ -44,23 +47,51 @@ class Launch:
         if (self.remote or self.clusters is not None) and len(self.models) > 1:
             raise InputError("--remote and --clusters are of one model: serve it alone")
 
-    def sources(self, metrics: Metrics) -> list[Source]:
-        """Returns the models with their experts elsewhere, which have told by then what they are."""
-        elsewhere = open_remotes(self.remote, self.remote_key, self.remote_timeout, self.options["device"])
+    def sources(self, metrics: Metrics, cards: Cards | None = None) -> list[Source]:
+        """Returns the models with their experts elsewhere, which have told by then what they are, or `cards` have."""
+        elsewhere = open_remotes(self.remote, self.remote_key, self.remote_timeout, self.options["device"], cards or {})
         options = {**self.options, "elsewhere": elsewhere}
         return [Source.parse(spec, metrics.observer, options=options, clusters=self.clusters) for spec in self.models]
 
+    def source(self, name: str, cards: Cards | None = None) -> Source:
+        """Returns one of them, for a process that has only this one."""
+        return next(source for source in self.sources(Metrics(), cards) if source.name == name)
 
-def start(launch: Launch) -> None:
-    """Opens the models and serves them; prints where."""
+
+def open_here(
+    launch: Launch, spread: bool, threads: int, name: str, folder: Path, cards: Cards, observer: Observer
+) -> ServedHere:
+    """Opens a model in a process that makes its images; how many may wait for it, the server knows."""
+    torch.set_num_threads(threads)
+    source = replace(launch.source(name, cards), place=str(folder), observer=observer)
+    return ServedHere(source, replace(launch.limits, waiting=MOST_WAITING), spread)
+
+
+def start(launch: Launch, spread: bool = False) -> None:
+    """Opens the models and serves them; prints where. With `spread`, each expert is in a process of its own.
+
+    On a CPU, each model is in a process of its own anyway; on a GPU in this one, which then decodes there, too.
+    """
+    on_cpu = get_device(launch.options["device"]).type == "cpu"
+    if spread and (not on_cpu or launch.options.get("max_resident")):
+        raise InputError(
+            "--spread on one machine is for experts that are all in memory and run on its CPU: leave out "
+            "--max-resident and add --device cpu, or add --engine ray for a GPU per expert"
+        )
     access, metrics = Access(launch.keys), Metrics()
     sources = launch.sources(metrics)
+    launch = replace(launch, models=[f"{source.name}={source.place}" for source in sources])  # named once and for all
     warn_if_open(launch.host, launch.keys)
-    models = Models(sources, partial(ServedHere, limits=launch.limits))
+    if on_cpu:
+        open_model = partial(open_here, launch, spread, torch.get_num_threads())
+        torch.set_num_threads(1)  # of this process, which would else take the cores of the others to decode
+        models = Models(sources, partial(ServedApart, limits=launch.limits, open_model=open_model))
+    else:
+        models = Models(sources, partial(ServedHere, limits=launch.limits))
 
     def tell(url: str) -> None:
         for served in models:
-            places = plural(served.scheduler.places, "image") if isinstance(served, ServedHere) else ""
+            places = plural(served.scheduler.places, "image") if isinstance(served, Scheduled) else ""
             print(printable(f"{about(served)}, {places} at a time"), flush=True)
         print(where(url), flush=True)
 
@@ -81,8 +112,10 @@ def where(url: str) -> str:
     return f"the studio is at {url}, the API at {url}/v1; Ctrl-C ends it"
 
 
-def open_remotes(specs: Sequence[str], key_file: Path | None, timeout: float, device: str) -> dict[int, VelocityExpert]:
-    """Returns the experts of NUMBER=URL, after each has told what it is."""
+def open_remotes(
+    specs: Sequence[str], key_file: Path | None, timeout: float, device: str, cards: Cards
+) -> dict[int, VelocityExpert]:
+    """Returns the experts of NUMBER=URL, after each has told what it is, unless its card is among `cards`."""
     key = None
     if key_file is not None:
         try:
@@ -94,5 +127,8 @@ def open_remotes(specs: Sequence[str], key_file: Path | None, timeout: float, de
         found = re.fullmatch(r"(\d{1,5})=(https?://.+)", spec)
         if found is None or int(found[1]) in experts:
             raise InputError(f"--remote takes NUMBER=URL, each number once, but one is {spec!r}")
-        experts[int(found[1])] = RemoteExpert(found[2], key=key, timeout=timeout, device=get_device(device))
+        number = int(found[1])
+        experts[number] = RemoteExpert(
+            found[2], key=key, timeout=timeout, device=get_device(device), card=cards.get(number)
+        )
     return experts
