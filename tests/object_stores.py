@@ -103,8 +103,11 @@ class SeaweedFS:
         self.folder, self.process = folder, None
         folder.mkdir(parents=True, exist_ok=True)
         self.let_in(SECRET)
-        self.ports = [_free_port() for _ in range(4)]
-        self.endpoint = f"http://127.0.0.1:{self.ports[0]}"
+        self.port = _free_port()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def let_in(self, secret: str) -> None:
         """Says which secret lets someone do everything, and a reader read; from the next start on."""
@@ -127,25 +130,29 @@ class SeaweedFS:
 
     def _start(self) -> None:
         weed = shutil.which("weed") or str(Path(os.sys.executable).parent / "weed")
-        s3, master, volume, filer = self.ports
-        grpc = {name: _free_port() for name in ("master", "volume", "filer", "s3")}
-        with (self.folder / "log.txt").open("ab") as log:
+        inner = [
+            f"-{part}.port{kind}={_free_port()}" for part in ("master", "volume", "filer") for kind in ("", ".grpc")
+        ]
+        log = self.folder / "log.txt"
+        log.unlink(missing_ok=True)
+        with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder}", "-s3", f"-s3.port={s3}",
-                 f"-s3.config={self.folder / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}",
-                 f"-filer.port={filer}", f"-master.port.grpc={grpc['master']}", f"-volume.port.grpc={grpc['volume']}",
-                 f"-filer.port.grpc={grpc['filer']}", f"-s3.port.grpc={grpc['s3']}", "-volume.max=20",
-                 "-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"],
-                stdout=log, stderr=log, start_new_session=True,
+                [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder}", "-s3",
+                 f"-s3.port={self.port}", f"-s3.port.grpc={_free_port()}", f"-s3.config={self.folder / 's3.json'}",
+                 *inner, "-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.telemetry=false",
+                 "-s3.port.iceberg=0", "-s3.port.lance=0"],
+                stdout=file, stderr=file, start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name[:4] != "AWS_"},  # it lets these in
             )  # fmt: skip
         deadline = time.monotonic() + 90
         while True:
-            with suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(f"{self.endpoint}/status", timeout=2).close()
-                return
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"SeaweedFS does not start: {(self.folder / 'log.txt').read_text()[-8000:]}")
+                raise RuntimeError(f"SeaweedFS does not start: {log.read_text()[-8000:]}")
+            # Its own word first: on its port another test's server may answer.
+            if f"at http port {self.port}" in log.read_text():
+                with suppress(urllib.error.URLError, OSError):
+                    urllib.request.urlopen(f"{self.endpoint}/status", timeout=2).close()
+                    return
             time.sleep(0.1)
 
     def kill(self) -> None:
@@ -172,9 +179,13 @@ def seaweedfs(folder: Path):
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Returns a port below those that the system hands out: one of these could go to any other test's connection
+    between this look and the server's own."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class FaultyProxy:

@@ -120,6 +120,7 @@ def test_a_source_is_the_same(bucket, tmp_path, kind):
     assert here.describe() == there.describe()
 
 
+@pytest.mark.slow
 def test_prepare_and_partition_make_the_same_bytes(bucket, tmp_path):
     make_folder(tmp_path / "photos")
     url = sent(tmp_path / "photos", f"{bucket}/whole/photos")
@@ -336,7 +337,7 @@ def test_the_command_says_no_secret(bucket, tmp_path, capsys, monkeypatch):
     assert SECRET not in said.out + said.err
     with WrongServer(500, SECRET) as (endpoint, _), monkeypatch.context() as patch:
         use_server(patch, endpoint)
-        patch.setattr("atoll.object_store._bucket", lambda url: open_store(url, 1, 0.3))
+        patch.setattr("atoll.object_store._bucket", lambda url, _: open_store(url, 1, 0.3))
         with pytest.raises(SystemExit) as caught:
             main(["partition", out, "--experts", "2"])
     assert caught.value.code == 2
@@ -344,3 +345,15 @@ def test_the_command_says_no_secret(bucket, tmp_path, capsys, monkeypatch):
     assert error.count("\n") == 0
     assert "the server answers 500" in error
     assert SECRET not in error
+
+
+def test_another_endpoint_in_the_environment_is_another_store(bucket, monkeypatch):
+    """As in a notebook that corrects it after a first attempt."""
+    place = place_of(f"{bucket}/endpoint/a")
+    assert place.create(b"here")
+    with WrongServer(404) as (endpoint, requests), monkeypatch.context() as patch:
+        use_server(patch, endpoint)
+        with pytest.raises(FileNotFoundError):
+            place.get(10)
+        assert requests
+    assert place.get(10) == b"here"

@@ -384,7 +384,7 @@ class StorePath(PosixPath):
     def _at(self) -> tuple[Store, str]:
         """The bucket, and the key in it."""
         scheme, bucket, *key = self.parts
-        return _bucket(f"{scheme}//{bucket}"), "/".join(key)
+        return _bucket(f"{scheme}//{bucket}", _settings()), "/".join(key)
 
     def open_reader(self) -> io.BufferedReader:
         """Returns the object as a file that is read by ranges, a megabyte at least; raises FileNotFoundError."""
@@ -466,8 +466,14 @@ class StorePath(PosixPath):
 
 
 @lru_cache(maxsize=64)
-def _bucket(url: str) -> Store:
+def _bucket(url: str, settings: frozenset[tuple[str, str]]) -> Store:
     return open_store(url)
+
+
+def _settings() -> frozenset[tuple[str, str]]:
+    """Returns what the environment says of stores: when a notebook sets another endpoint, it means another store."""
+    prefixes = ("AWS_", "GOOGLE_", "AZURE_")
+    return frozenset((name, value) for name, value in os.environ.items() if name.startswith(prefixes))
 
 
 def place_of(place: str | Path) -> Path:
