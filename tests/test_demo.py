@@ -141,11 +141,12 @@ class TestDemo:
     def test_images_drawn_by_several_processes(self, first, monkeypatch):
         """As those of one, in their order."""
         prompts = ([f"a {kind}" for kind in ("robot", "ghost", "cat", "owl", "frog")], ["a bear", "a blue bear"])
-        alone, _ = demo._draw_all(first[0] / "model", prompts)
+        alone, _, flops = demo._draw_all(first[0] / "model", prompts)
         monkeypatch.setattr(demo, "BATCH", 2)
-        together, seconds = demo._draw_all(first[0] / "model", prompts)
+        together, seconds, again = demo._draw_all(first[0] / "model", prompts)
         assert [len(images) for images in together] == [5, 2]
         assert seconds > 0
+        assert again == flops > 0
         for ours, theirs in zip(together, alone, strict=True):
             assert np.abs(ours.astype(int) - theirs).max() <= 1, "a batch may round otherwise"
 

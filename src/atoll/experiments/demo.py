@@ -17,11 +17,12 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import combinations
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ class Plan:
 
 
 _LONG: dict[str, Any] = {"lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
-_EXPERT = ExpertSettings("mini", steps=640, batch=32, lr=3e-3, eval_every=320, **_LONG)
-_DDPM = replace(_EXPERT, lr=2e-3, objective="ddpm", weighting="min-snr")
+_EXPERT = ExpertSettings("mini", steps=520, batch=32, lr=8e-3, warmup=50, eval_every=520, **_LONG)
+_DDPM = replace(_EXPERT, lr=5e-3, objective="ddpm", weighting="min-snr")
 _ROUTER = RouterSettings("64x3", steps=300, batch=64, lr=2e-3, eval_every=300, **_LONG)
 FULL = Plan(6000, _EXPERT, _DDPM, _ROUTER, prompts=400, prompts_heldout=200, varied=20, seeds=6)
 _TINY: dict[str, Any] = {"steps": 10, "batch": 16, "lr": 1e-3, "log_every": 2, "save_every": 5, "sample_every": 0}
@@ -248,7 +249,7 @@ class _Demo:
         done = all(model.is_complete for model in models)
         with self.stages.stage("train", done) as notes:
             if not done:
-                train(models, Local("cpu"))
+                train(models, Local("cpu", at_a_time=NUM_EXPERTS + 1))  # more than cores: none is idle at the end
             kinds = ", ".join(f"{k} {own.objective}" for k, own in enumerate(self.settings))
             compared = ", and what to compare with" if self.compare else ""
             notes.append(f"experts {kinds} and a router{compared}, in isolation")
@@ -337,10 +338,8 @@ class _Demo:
             for name, node in nodes.items():
                 snapshot = kept[name]
                 if snapshot is None:
-                    snapshot, chosen = (
-                        judge.judge(node.folder, keys[name]),
-                        _draw(AtollPipeline(node.folder), CHOSEN, 0),
-                    )
+                    snapshot = judge.judge(node.folder, keys[name])
+                    chosen = _draw(AtollPipeline(node.folder), CHOSEN, 0)
                     snapshot = snapshot._replace(arrays={**snapshot.arrays, "chosen": chosen})
                     snapshot.write(self.out / "evaluation", name)
                 found[name] = snapshot
@@ -370,7 +369,7 @@ class _Demo:
             "steps": training["steps"],
             "parameters": training["parameters"],
             "training_flops": self._count_flops(part),
-            "training_seconds": max(line.get("seconds", 0.0) for line in read_metrics(part.folder)),
+            "training_seconds": max(line.get("cpu_seconds", 0.0) for line in read_metrics(part.folder)),
             "held_out_loss": training["held_out"]["loss"],
         }
 
@@ -415,13 +414,9 @@ class Judge:
         return self._measure(images[: len(self.seen)], images[len(self.seen) :])
 
     def judge(self, model: Path, key: Mapping[str, str]) -> Snapshot:
-        drawn, seconds = _draw_all(model, (self.seen, self.heldout, self.repeated))
+        drawn, seconds, flops = _draw_all(model, (self.seen, self.heldout, self.repeated))
         seen, heldout, varied = drawn
         figures, right_heldout = self._measure(seen, varied), are_right(heldout, self.heldout)
-        with counting() as total:
-            counted = self.seen[:COUNTED]
-            AtollPipeline(model)(counted, seed=list(range(len(counted))), output_type="latent", progress=False)
-            flops = total() / len(counted)
         results = {
             **figures,
             "prompt_accuracy_heldout": float(np.mean(right_heldout)),
@@ -449,18 +444,32 @@ class Judge:
         }
 
 
-def _draw_all(model: Path, prompts: Sequence[Sequence[str]]) -> tuple[list[Images], float]:
-    """Draws lists of prompts on all cores, with seeds from 0, 10,000 and so on; returns the seconds of a core, too."""
+def _draw_all(model: Path, prompts: Sequence[Sequence[str]]) -> tuple[list[Images], float, float]:
+    """Draws lists of prompts on all cores, with seeds from 0, 10,000 and so on.
+
+    Returns the seconds of a core and the FLOPs of an image, too.
+    """
     parts = [
         (captions[first : first + BATCH], 10_000 * number + first)
         for number, captions in enumerate(prompts)
         for first in range(0, len(captions), BATCH)
     ]
-    draw, is_much = partial(_draw_part, model), len(parts) > len(prompts)
-    drawn = list(Local("cpu").map(draw, parts) if is_much else map(draw, parts))  # processes take seconds to start
+    jobs: list[Callable[[], Any]] = [
+        partial(_count_flops, model, prompts[0][:COUNTED]),
+        *(partial(_draw_part, model, part) for part in parts),
+    ]
+    is_much = len(parts) > len(prompts)  # processes take seconds to start
+    flops, *drawn = Local("cpu").map(call, jobs) if is_much else map(call, jobs)
     images = np.concatenate([images for images, _ in drawn])
     ends = np.cumsum([len(captions) for captions in prompts])
-    return np.split(images, ends[:-1]), sum(seconds for _, seconds in drawn)
+    return np.split(images, ends[:-1]), sum(seconds for _, seconds in drawn), flops
+
+
+def _count_flops(model: Path, captions: Sequence[str]) -> float:
+    """Returns the FLOPs of an image, on average."""
+    with counting() as total:
+        _opened(model)(captions, seed=list(range(len(captions))), output_type="latent", progress=False)
+        return total() / len(captions)
 
 
 def _draw_part(model: Path, part: tuple[Sequence[str], int]) -> tuple[Images, float]:
