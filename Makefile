@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help setup demo test test-slow test-cluster test-cpus check format figures bench clean
+.PHONY: help setup demo test test-slow test-long test-cluster test-cpus check format figures bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,7 +26,10 @@ test: setup  ## run the tests, on all cores
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: setup  ## run the tests that take minutes or gigabytes
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not cluster"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not cluster and not long"
+
+test-long: setup  ## run the tests that take several minutes each: damaged inputs, races, kills and faults
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and long"
 
 test-cluster: setup  ## run the tests that start a Ray cluster of several nodes on this machine
 	$(BIN)/python -m pytest -m "slow and cluster"

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +18,12 @@ import torch
 from hypothesis import settings
 
 from atoll.encoders import conv, refiner
+from atoll.tensors import WITHOUT_AMX, runs_bf16
 
+if not runs_bf16():
+    os.environ[WITHOUT_AMX[0]] = WITHOUT_AMX[1]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: tests send it to processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tiny_models"]
 settings.register_profile("atoll", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("atoll")

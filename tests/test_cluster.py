@@ -159,7 +159,7 @@ def contents(out: Path, parts: Sequence[str] = PARTS) -> dict[str, object]:
         for name in ("model.safetensors", "config.json"):
             found[f"{part}/{name}"] = (out / part / name).read_bytes()
         timeless = [
-            {key: value for key, value in line.items() if key not in ("seconds", "samples_per_second")}
+            {key: value for key, value in line.items() if key not in ("seconds", "cpu_seconds", "samples_per_second")}
             for line in read_metrics(out / part)
         ]
         found[f"{part}/metrics"] = json.dumps(timeless)

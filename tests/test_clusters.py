@@ -110,6 +110,7 @@ class TestPartition:
                 other = tmp_path / "again" / path.relative_to(data)
                 assert path.read_bytes() == other.read_bytes(), path.name
 
+    @pytest.mark.slow
     def test_again_with_another_number(self, data, prepared, tmp_path):
         """What came before leaves no trace."""
         run("partition", data, "--experts", 5)
@@ -128,6 +129,7 @@ class TestPartition:
         run("partition", data, "--experts", 4, "--balance", 1.2)
         assert max(json.loads((data / "clusters" / "partition.json").read_text())["sizes"]) <= 1.2 * 75
 
+    @pytest.mark.slow
     def test_cut_short(self, data, monkeypatch):
         """Stopped between two renames or before, nothing is lost."""
         run("partition", data, "--experts", 3)

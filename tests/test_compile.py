@@ -61,6 +61,7 @@ def fresh():
 
 
 class TestOneGraph:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("kind", "text_dim", "checkpointing"),
         [
@@ -84,6 +85,7 @@ class TestOneGraph:
         assert counters["stats"]["unique_graphs"] == (len(set(lengths)) if text_dim else 1)
         assert not counters["graph_break"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["expert", "router"])
     def test_sampling(self, kind):
         """With texts that were read before and one time for all: any number of samples is the same graph."""

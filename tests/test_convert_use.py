@@ -127,6 +127,7 @@ class TestTraining:
 class TestAsItIs:
     """A class-conditional DiT as an expert without text, beside one that reads text."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("scale", [1.0, 3.0])
     def test_in_an_ensemble(self, data, pair, scale):
         experts = [Expert.load(folder) for folder in pair]

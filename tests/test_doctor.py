@@ -339,6 +339,7 @@ def refuse(_rank: int) -> Iterator[int]:
 
 
 class TestChildren:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("function", "words"),
         [(crash, "its process crashed (SIGABRT)"), (refuse, "ValueError: no such thing")],
@@ -348,6 +349,7 @@ class TestChildren:
             list(in_children(function, limit=300))
         assert str(error.value) == words
 
+    @pytest.mark.slow
     def test_one_that_hangs_is_ended(self, monkeypatch):
         found = in_children(sleep, limit=300)
         assert next(found) == 1
@@ -415,6 +417,7 @@ class TestGpu:
         assert {line.verdict for line in lines.values()} <= {"ok", "warn"}
         assert lines["DiT in float32"].verdict == lines["DiT in bf16"].verdict == "ok"
 
+    @pytest.mark.slow
     def test_benchmark(self, gpu):
         """A CPU is slow for an A100, and that is what the lines say."""
         lines = {(line.group, line.name): line for line in benchmark(gpu)}
@@ -432,6 +435,7 @@ def test_a_slow_device_is_a_warning_unless_it_is_a_cpu(device, verdict):
     assert "10% of the best possible here" in line.text
 
 
+@pytest.mark.slow
 def test_the_papers_expert_on_a_small_machine(monkeypatch):
     monkeypatch.setattr(device_checks, "PAPERS", DiTConfig(**preset("xs/2")))
     line = device_checks._check_room(Machine(CPU), 10**7)

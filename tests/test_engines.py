@@ -309,6 +309,7 @@ class TestRuns:
 
 
 class TestMap:
+    @pytest.mark.slow
     def test_results_are_in_order_and_mistakes_are_raised(self):
         engine = Local("cpu", 2)
         assert list(engine.map(abs, range(-9, 0))) == [9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -368,6 +369,7 @@ class TestStopping:
         thread.join()
         assert not is_alive(starts(each)[0]["pid"])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
     def test_parent(self, number, job, tmp_path):
         """However the parent goes, its processes save a checkpoint and end."""

@@ -186,6 +186,7 @@ class TestFigures:
 
 
 class TestGoingOn:
+    @pytest.mark.slow
     def test_after_an_end(self, model, data, done, tmp_path, monkeypatch):
         """Interrupted while it draws, it makes only what is missing, and ends with the same images and figures."""
         painted: list[int] = []

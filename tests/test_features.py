@@ -244,6 +244,7 @@ def test_bad_input():
         make_features("simple").extract(torch.full((1, 3, 32, 32), 200.0))
 
 
+@pytest.mark.slow
 def test_a_fresh_process_agrees(features):
     program = (
         "from atoll.encoders.features import make_features\n"

@@ -78,6 +78,7 @@ def store_of(world):
 # --- the walk ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_walk(world, tmp_path, capsys, monkeypatch):
     """Create, join, train with two objectives, verify for real, status, sample; then replace, roll back and remove."""
     place = world.url.removeprefix("file://")
@@ -126,6 +127,7 @@ def test_the_walk(world, tmp_path, capsys, monkeypatch):
         assert build_model(Federation.open(place)) == model
 
 
+@pytest.mark.slow
 def test_training_again_resumes_to_the_same_bits(world, monkeypatch):
     """A contributor is gone in the middle; another takes over from the store and ends with the same weights."""
     world.create()
@@ -176,6 +178,7 @@ def test_own_images_stay_on_the_machine(world, tmp_path, trusting, capsys):
     assert card.stat().st_size < 2000
 
 
+@pytest.mark.slow
 def test_a_server_takes_a_new_expert_without_a_dropped_request(accepted, trusting):
     """A federation's URL is served, and what is accepted meanwhile is served from the next look on."""
     httpx = pytest.importorskip("httpx")
@@ -344,6 +347,7 @@ def test_a_statement_is_its_authors_or_nobodys(world):
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_verifier_below_the_threshold_cannot_accept_alone(world, trusting):
     world.create(verifiers=("vera", "walt"), verdicts=2)
     world.train("ben", slot=0)
@@ -365,6 +369,7 @@ def test_a_verifier_below_the_threshold_cannot_accept_alone(world, trusting):
         world.verify("ben")
 
 
+@pytest.mark.slow
 def test_two_verifiers_accept_experts_of_several_slots(world, trusting):
     """Each runs once; what they sign are the same bytes."""
     world.create(verifiers=("vera", "walt"), verdicts=2)
@@ -601,6 +606,7 @@ def test_submissions_that_do_not_fit_the_charter_are_refused(accepted, trusting,
     assert ("refused" in line and reason in line) if reason else "accepted" in line
 
 
+@pytest.mark.slow
 def test_a_licence_that_is_not_accepted_is_refused(world, trusting):
     world.create(gate=GATE.model_copy(update={"licenses": ["CC0-1.0"]}))
     with pytest.raises(InputError, match="the licence mine is not accepted here: CC0-1.0 is"):
@@ -672,6 +678,7 @@ def test_a_charter_of_a_newer_version_is_one_sentence(world, capsys, monkeypatch
         )
 
 
+@pytest.mark.slow
 def test_a_store_that_may_only_be_read(accepted, trusting, capsys, monkeypatch):
     def refuse(*_, **__):
         raise StoreError("it refuses access: check the credentials in the environment")

@@ -95,6 +95,7 @@ def forge(run: Path, data: Path, change: Callable[[Tensor], Tensor]) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_an_honest_one_is_accepted(world, data):
     key = offer(world, "ben", data.with_name("run_0"))
     assert "accepted: its card, held-out errors and replayed training agree" in verdict(world, key)
@@ -197,11 +198,13 @@ class TestBeside:
         refused(world, offer(world, "mallory", stolen), "it is a copy of")
         assert world.open("eve").expert(0).submission == taken.id
 
+    @pytest.mark.slow
     def test_worse_than_the_present_one(self, world, taken, stolen, data):
         forge(stolen, data, lambda tensor: 0.7 * tensor)
         refused(world, offer(world, "mallory", stolen), "times (what captions|that of the present)|it is a copy of")
 
 
+@pytest.mark.slow
 def test_a_submission_that_another_has_overwritten_can_be_uploaded_again(world, data, tmp_path):
     """Manifest or files: no verdict is signed on what its author did not submit."""
     key = offer(world, "ben", data.with_name("run_0"))

@@ -65,6 +65,7 @@ def start(home: Path, name: str, *arguments: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, tmp_path, monkeypatch, report):
     """benchmarks/federation_walk.py in its quick form, one request in five goes wrong: all ends, and is whole.
 
@@ -146,6 +147,7 @@ def contend(url, folder, i, num_rounds, num_slots, barrier, results):
         results.put(won)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["s3", "folder"])
 def test_fifty_processes_claim_eight_slots_twenty_times(server, tmp_path, where):
     num, rounds, slots = 50, 20, 8
@@ -167,6 +169,7 @@ def test_fifty_processes_claim_eight_slots_twenty_times(server, tmp_path, where)
         assert Lease.read(open_store(f"{url}/round{round_}"), slot)[0].nonce == nonce
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_the_same_bits_are_accepted(server, data, tmp_path, report):
     """kill -9 of founder, contributor and verifier, ten times each at random moments, and rerun until it ends."""
     chance, accepted, durations = random.Random(1), {}, {}

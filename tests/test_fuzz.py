@@ -363,6 +363,7 @@ def results(target: Target, good: Path, place: Path, seed: int) -> Iterator[tupl
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_damaged_inputs(target: Target, tmp_path, tmp_path_factory, report):

@@ -171,6 +171,7 @@ TASKS = (
 
 
 class TestTraining:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", TASKS)
     def test_a_step_asks_nothing_of_the_device(self, folder, name):
         with simulated_gpu() as gpu:
@@ -222,6 +223,7 @@ class TestTraining:
         for name, tensor in states[0].items():
             torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-7, msg=name)
 
+    @pytest.mark.slow
     def test_too_many_bad_steps_are_rolled_back(self, tmp_path):
         """Found out when they are looked at, some steps after they happened."""
         settings = replace(TOY, steps=24, log_every=8, save_every=4, eval_every=100, device="cuda:0")

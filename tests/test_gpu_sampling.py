@@ -232,6 +232,7 @@ def test_texts(rng):
 
 
 class TestSteps:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("routing", "guidance"), [*((routing, 2.0) for routing in EVERYTHING), ("top1", 1.0), ("full", 1.0)]
     )
@@ -250,6 +251,7 @@ class TestSteps:
             found = stalls_per_step(gpu, ensemble, "top1")
             assert not found, found
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("router", "routing"),
         [
@@ -346,6 +348,7 @@ def outcome(run: Callable[[], Tensor]) -> tuple[Tensor | None, list[str]]:
 
 
 class TestNotFinite:
+    @pytest.mark.slow
     @pytest.mark.parametrize("routing", USUAL)
     def test_an_expert_that_fails_is_left_out_as_on_the_cpu(self, routing):
         """Same images, warnings, and traces of the run that counts."""
@@ -371,6 +374,7 @@ class TestNotFinite:
         for ours, theirs in zip(weights, seen["cpu"], strict=True):
             torch.testing.assert_close(ours, theirs.weights, atol=1e-4, rtol=1e-4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("make", "message"),
         [

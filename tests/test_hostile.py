@@ -376,6 +376,7 @@ class TestChanged:
         rehash(model, lambda about: None)
         assert ModelIndex.read(model) == before
 
+    @pytest.mark.slow
     def test_weights_cut_short_while_in_use(self, model, tmp_path):
         """Mapped, they would kill the process."""
         program = """
@@ -402,6 +403,7 @@ class TestCheckpoints:
     FLAGS = ("--cluster", "0", "--model", "xs/1", "--batch", "4", "--save-every", "1", "--eval-every", "9",
              "--sample-every", "0")  # fmt: skip
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("place", [pytest.param(0.1, marks=pytest.mark.slow), 0.7])
     def test_a_flipped_bit_is_told_and_the_one_before_is_taken(self, place, data, tmp_path, capsys):
         main(["train", str(data), "--out", str(tmp_path / "whole"), "--steps", "2", *self.FLAGS])

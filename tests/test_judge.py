@@ -252,6 +252,7 @@ class TestQuality:
         relabel(stolen, data, 0)
         refused(stolen, data, "redone, lead elsewhere", gate=GATE.model_copy(update={"baseline_margin": 99.0}))
 
+    @pytest.mark.slow
     def test_samples_with_it_and_without_it(self, data, task, tmp_path):
         gate, own, other = GATE.model_copy(update={"samples": 24}), data.with_name("run_0"), data.with_name("run_1")
         scores = check_samples(own, None, [other], 0, task, gate)
@@ -289,11 +290,14 @@ class TestProcess:
         assert environment["ATEN_CPU_CAPABILITY"] == "avx2"
 
     @pytest.mark.slow
-    def test_too_much_time(self, submission, data):
-        gate = GATE.model_copy(update={"segments": 6, "held_out": 20_000})
-        judgement = judge(submission, slot=0, gate=gate, data=data, limits=Limits(seconds=1))
+    def test_too_much_time(self, submission, data, monkeypatch):
+        """A process that would judge for ever, so that no machine is too fast for its limit."""
+        program = "from atoll.federation import judge\ndef judge_for_ever(**_):\n    while True: pass\n"
+        program += "judge.judge_here = judge_for_ever\njudge.main()"
+        monkeypatch.setattr(module, "dying_with_parent", lambda command: [sys.executable, "-c", program, command[-1]])
+        judgement = judge(submission, slot=0, gate=GATE, data=data, limits=Limits(seconds=1))
         assert not judgement.accepted
-        assert "took more than" in judgement.reason
+        assert judgement.reason == "judging it took more than 1 seconds of CPU time"
 
     @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
     def test_too_much_memory(self, monkeypatch, error):

@@ -236,6 +236,7 @@ def test_small_data_get_fewer_cells_and_it_shows():
     assert len(hierarchical(mixture(12, 4, 4), 5)[0].fine) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 @pytest.mark.parametrize("cap", [1.0, 1.05, 1.5, 3.0])
 def test_the_cap_holds(cap, metric):

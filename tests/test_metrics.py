@@ -146,6 +146,7 @@ def distance() -> Distance:
 
 
 class TestDiversity:
+    @pytest.mark.slow
     def test_against_the_package(self, distance, tmp_path):
         pairs = [[noise(2, size, size), noise(2, size, size + 1)] for size in (64, 75, 96)]
         torch.save(pairs, tmp_path / "pairs.pt")

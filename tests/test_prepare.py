@@ -393,6 +393,7 @@ class TestChanged:
             make(tmp_path / "d", settings=settings)
 
 
+@pytest.mark.slow
 def test_many_more_shards_than_files_may_be_open(tmp_path):
     """A data set of millions has more shards than a process may hold open."""
     program = (
@@ -463,6 +464,7 @@ class TestOpening:
         with pytest.raises(InputError, match="86 rows of 150: some of its shards are missing"):
             Dataset.open(tmp_path / "d")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("at", [0.1, 0.5, 0.999])
     def test_a_flipped_bit(self, tmp_path, at, chunks_of_64):
         """Of latents, most of which are as likely as any other, nobody else would notice."""

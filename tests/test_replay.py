@@ -34,6 +34,7 @@ def parts_of(submission: Path) -> list[Segment]:
     return segments_of(submission / "checkpoints", SETTINGS, 20)
 
 
+@pytest.mark.slow
 def test_every_part_of_an_honest_run_agrees(submission, data):
     replay = replay_of(data)
     replay.check_start(parts_of(submission)[0].start)

@@ -240,6 +240,7 @@ class TestDrawn:
 
 @pytest.mark.bits
 class TestTraining:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["expert", pytest.param("router", marks=pytest.mark.slow)])
     def test_interrupted(self, clusters, tmp_path, monkeypatch, kind):
         """The same weights and metrics, bit for bit, as of a run that was left alone."""
@@ -273,6 +274,7 @@ class TestTraining:
         assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "cut/model.safetensors").read_bytes()
         assert figures(tmp_path / "whole") == figures(tmp_path / "cut")
 
+    @pytest.mark.slow
     def test_other_data_are_another_run(self, folder, clusters, data, tmp_path):
         """A run that began without flips does not resume with them."""
         prepare(Source(str(folder)), tmp_path / "d", replace(SETTINGS, flip=False), 0, progress=False)

@@ -129,7 +129,7 @@ def test_memory(data, tmp_path, report):
     """Of what a process has beyond its libraries, where the network is most of it: 107M parameters, batches of 4."""
     program = """
 import sys
-import accelerate, torch.distributed.fsdp, torch.distributed.tensor
+import accelerate, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
 from atoll.cli.main import main
 from atoll.training import expert
 from atoll.training.memory import measure_base, peak_resident
@@ -180,6 +180,7 @@ def test_the_largest_preset():
     assert SIZES["3b"]["hidden_size"] // SIZES["3b"]["num_heads"] == 72  # as in xl
 
 
+@pytest.mark.slow
 def test_predicted_memory_falls_with_the_processes():
     config, settings = DiTConfig(**preset("xs/2", input_size=8, text_dim=8)), Settings(batch=8, shard=True)
     totals = [predict(config, settings, text_length=4, base=0, processes=num).weights for num in (1, 2, 4)]

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "atoll"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-FOUNDATION = {"errors", "config", "storage", "object_store", "tensors", "cards", "processes"}  # any part may use them
+FOUNDATION = {"errors", "config", "storage", "object_store", "tensors", "adam", "cards", "processes"}  # for any part
 LAYERS = [  # each may import those above it
     {"diffusion", "plots"},
     {"networks"},

@@ -361,6 +361,7 @@ class TestWordLlama:
         assert again.describe() == llama.describe()
         assert TextEncoderCard.parse(again.describe().values(), "") == again.describe()
 
+    @pytest.mark.slow
     def test_a_model_samples_without_the_package(self, tmp_path, monkeypatch):
         data, expert, model, out = (str(tmp_path / name) for name in ("data", "expert", "model", "out"))
         main(["prepare", "avatars", "--num", "24", "--workers", "0", "--text", "wordllama:64x16", "--out", data])
@@ -377,6 +378,7 @@ class TestWordLlama:
         with pytest.raises(InputError, match=r"^this needs the files of wordllama: pip install 'atoll\[text\]'$"):
             make_text_encoder("wordllama")
 
+    @pytest.mark.slow
     def test_its_code_is_not_imported(self):
         program = (
             "import sys; from atoll.encoders.text import make_text_encoder; make_text_encoder('wordllama')\n"
@@ -587,6 +589,7 @@ class TestCLIP:
         self.refused(clip, r"this needs transformers: pip install 'atoll\[hf\]'")
 
 
+@pytest.mark.slow
 def test_a_fresh_process_agrees(clip):
     program = (
         "import sys, json, hashlib; from atoll.encoders.text import make_text_encoder\n"
