@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atoll import __version__
-from atoll.cli.main import main
+from atoll.cli.main import VERBS, main
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,11 +61,23 @@ def test_make_targets():
 
 
 @cache
-def help_of(verb: str) -> str:
+def help_of(*verb: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        main([verb, "--help"])
+        main([*verb, "--help"])
     return output.getvalue()
+
+
+def test_help_lists_all_verbs_on_two_screens():
+    for verb in VERBS:
+        assert re.search(rf"• {verb} +[A-Z][a-z]", help_of())
+    assert len(help_of().splitlines()) < 70
+    assert len(help_of("federation").splitlines()) < 50
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_has_examples(verb):
+    assert re.search(rf"^ +atoll {verb}", help_of(verb), re.MULTILINE)
 
 
 def commands_of(path: Path) -> list[list[str]]:
@@ -80,9 +92,11 @@ def test_commands_exist(path):
     for verb, *arguments in commands_of(path):
         if verb.startswith("-"):
             continue
-        assert f"usage: atoll {verb}" in help_of(verb), f"{path.name} says atoll {verb}"
+        own = arguments[:1] if verb == "federation" and arguments[:1] != ["VERB"] else []
+        text, full = help_of(verb, *own), " ".join([verb, *own])
+        assert f"usage: atoll {full} " in text, f"{path.name} says atoll {full}"
         for flag in [argument.split("=")[0] for argument in arguments if argument.startswith("--")]:
-            assert re.search(rf"{flag}\b", help_of(verb)), f"{path.name} says atoll {verb} {flag}"
+            assert re.search(rf"{flag}\b", text), f"{path.name} says atoll {full} {flag}"
 
 
 @every_page

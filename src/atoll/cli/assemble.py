@@ -16,7 +16,7 @@ def assemble(
     from_cards: bool = False,
     step: int | None = None,
 ) -> None:
-    """Make one model of experts and a router that were trained apart, after checking that they fit.
+    """Join separately trained experts and a router into one model, after checking that they fit.
 
     For example:
       atoll assemble run --data data --out model

@@ -24,7 +24,7 @@ def convert(
     calibrate: int = 128,
     seed: int = 0,
 ) -> None:
-    """Make an expert of a published checkpoint, or of an expert what diffusers loads.
+    """Turn a published checkpoint into an expert, or an expert into a model that diffusers loads.
 
     Known are DiT and SiT (.pt), PixArt-alpha (.pth), the folders of diffusers' DiTTransformer2DModel and
     PixArtTransformer2DModel, and Paris: an expert, its router, or with --to model all of it. No code in a file is run.

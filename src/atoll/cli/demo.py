@@ -4,9 +4,9 @@ from pathlib import Path
 
 
 def demo(out: Path = Path("demo"), compare: bool = False, few_steps: bool = False, quick: bool = False) -> None:
-    """Show it all on this machine: data, experts in isolation, one model, samples, figures and a report.
+    """Show everything on this machine: data, experts trained in isolation, one model, samples, figures, a report.
 
-    Interrupted, rerun the same command to resume.
+    Rerun the command to resume.
 
     For example:
       atoll demo

@@ -25,9 +25,9 @@ def distill(
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Teach one dense model what an ensemble knows, so that sampling costs as much as one model.
+    """Distil an ensemble into one dense model, so that sampling costs as much as one model.
 
-    Interrupted, rerun the same command to resume. The result is an expert like any other, of all of the data.
+    Rerun the command to resume. The result is an expert like any other, of all of the data.
 
     For example:
       atoll distill model data --student b/2 --out dense

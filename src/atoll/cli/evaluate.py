@@ -18,9 +18,9 @@ def evaluate(
     engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     out: Path = Path("evaluation"),
 ) -> None:
-    """Measure how good the images of one or several models are, against the data that they were trained on.
+    """Measure the images of one or several models against the data they were trained on.
 
-    Interrupted, the same command resumes; with a larger --num it makes only the images that are missing. A warning
+    Rerun the command to resume; with a larger --num it makes only the images that are missing. A warning
     tells where a figure cannot be trusted on this data.
 
     For example:

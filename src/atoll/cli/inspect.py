@@ -9,7 +9,7 @@ import tyro
 def inspect(
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")], sheet: Path | None = None, seed: int = 0
 ) -> None:
-    """Show what a data set holds, and write a contact sheet of it.
+    """Describe a data set and write a contact sheet of it.
 
     For example:
       atoll inspect data

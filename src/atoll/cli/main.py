@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 
 from atoll.cli.federation import run as run_federation
+from atoll.cli.help import verbs_for
 from atoll.data.settings import PrepareSettings
 from atoll.errors import InputError, printable
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, Settings, read_recipe
@@ -26,6 +27,10 @@ VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
 }
 NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "serve", "serve-expert", "doctor"}  # they begin anew
+DESCRIPTION = """Train one text-to-image diffusion model on computers that never talk to each other.
+
+`atoll VERB --help` has all flags of a verb, and examples. `atoll demo` shows everything in five minutes.
+"""
 SETTINGS: dict[str, dict[str, type[Settings] | type[PrepareSettings]]] = {
     "prepare": {"settings": PrepareSettings},
     "train": {"settings": ExpertSettings},
@@ -45,9 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
             if given[:1] == ["federation"]:
                 return run_federation(given[1:])
             tyro.extras.subcommand_cli_from_dict(
-                _verbs(given),
+                verbs_for(given, _verbs(given)),
                 prog="atoll",
-                description="Train one text-to-image diffusion model on computers that never talk to each other.",
+                description=DESCRIPTION,
                 args=given,
                 sort_subcommands=False,
             )

@@ -14,7 +14,7 @@ def partition(
     balance: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Cut a data set into one cluster per expert, each in a folder of its own.
+    """Split a data set into one cluster per expert, each in a folder of its own.
 
     For example:
       atoll partition data --experts 8

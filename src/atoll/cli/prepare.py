@@ -22,7 +22,7 @@ def prepare(
     engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     recipe: str | None = None,
 ) -> None:
-    """Make a data set of images with captions. Rerun the command to resume.
+    """Encode images and captions as a data set for training. Rerun the command to resume.
 
     For example:
       atoll prepare avatars --num 4000 --out data

@@ -19,9 +19,9 @@ def reproduce(
     engine: Annotated[EngineSettings, tyro.conf.arg(name="")] = EngineSettings(),  # noqa: B008
     out: Path = Path("reproduced"),
 ) -> None:
-    """Repeat the papers' comparisons: train, sample and measure all that they need, at equal budget.
+    """Repeat the papers' comparisons: train, sample and measure everything they need, at equal budget.
 
-    Parts that several comparisons share are trained once. Interrupted, rerun the same command to resume; with
+    Parts that several comparisons share are trained once. Rerun the command to resume; with
     more seeds or other comparisons it does only what is missing.
 
     For example:

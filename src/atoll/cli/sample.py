@@ -25,7 +25,7 @@ def sample(
     trace: bool = False,
     verify: bool = False,
 ) -> None:
-    """Make images of prompts. The same prompt, seed and settings make the same image.
+    """Generate images from prompts. The same prompt, seed and settings give the same image.
 
     The folder --out may hold images of earlier runs: none is lost. Where a file of another content has the name of a
     new one, it is renamed first (NAME.png becomes NAME.1.png), so the plain name is always that of the newest.

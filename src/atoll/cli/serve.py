@@ -31,7 +31,7 @@ def serve(
     replicas: int = 1,
     spread: bool = False,
 ) -> None:
-    """Serve models: an image API as OpenAI's clients speak it, and a studio in the browser.
+    """Serve models: an OpenAI-compatible image API, and a studio in the browser.
 
     All images in flight advance together, one step at a time; an image is the one that `atoll sample` makes of the same
     prompt, seed and settings. SIGTERM finishes what is in flight, SIGHUP looks for new keys and new versions at once.

@@ -19,7 +19,7 @@ def serve_expert(
     dtype: str | None = None,
     conversion: str | None = None,
 ) -> None:
-    """Let others sample with an expert without giving its weights away: it answers velocities.
+    """Let others sample with an expert without giving them its weights: it answers with velocities.
 
     Who runs `atoll serve MODEL --remote NUMBER=URL` sends noisy latents, times and encoded prompts, one request per
     step, and gets dx/dt. So the owner of an expert sees what prompts it is asked about.

@@ -18,10 +18,10 @@ def train(
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train an expert on one cluster, or with --cluster all the monolith.
+    """Train an expert on one cluster or, with --cluster all, the monolith.
 
-    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder need be there. Interrupted, rerun
-    the same command to resume.
+    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder are needed. Rerun the
+    command to resume.
 
     For example:
       atoll train data --cluster 3 --objective ddpm --model xl/2 --out expert_3

@@ -25,7 +25,7 @@ def train_all(
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train all experts of a partition, on this machine or a Ray cluster. Interrupted, rerun the command to resume.
+    """Train all experts of a partition, on this machine or a Ray cluster. Rerun the command to resume.
 
     As many run at a time as there are GPUs, or cores if there are none. One that crashes, or whose node dies, is
     started again from its last checkpoint; the others do not notice.

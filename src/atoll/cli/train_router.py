@@ -17,7 +17,7 @@ def train_router(
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train the router, which tells from a noisy latent and the text whose cluster it is of.
+    """Train the router, which predicts from a noisy latent and its text which expert should answer.
 
     For example:
       atoll train-router data --out router
