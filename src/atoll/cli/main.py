@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
                 args=given,
                 sort_subcommands=False,
             )
+            _end_process_group()
     except InputError as error:
         print(printable(f"atoll: {error}"), file=sys.stderr)
         sys.exit(2)
@@ -63,6 +64,13 @@ def main(arguments: list[str] | None = None) -> None:
         resume = "" if NOT_RESUMED.intersection(given[:1]) else ": rerun the same command to resume"
         print(f"atoll: interrupted{resume}", file=sys.stderr)
         sys.exit(130)
+
+
+def _end_process_group() -> None:
+    """Ends the threads that the processes of one expert talk by; left to the interpreter's exit, they may abort it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @contextmanager
