@@ -630,3 +630,9 @@ def test_the_real_classes(autoencoder, clip, dino, tmp_path, request):
     assert data.card.codec.fingerprint == make_codec(f"vae:{vae}").fingerprint
     assert data.card.codec.spec == f"vae:{vae.name}"
     assert data.card.text.fingerprint == load_text_encoder(data.folder).fingerprint
+
+
+def test_a_log_file_gets_a_few_lines_of_progress(tmp_path):
+    command = [sys.executable, "-m", "atoll.cli.main", "prepare", "shapes", "--num", "3000", "--size", "16"]
+    run = subprocess.run([*command, "--out", str(tmp_path / "d")], capture_output=True, text=True, check=True)
+    assert 0 < run.stderr.count("images/s") < 10

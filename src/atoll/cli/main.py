@@ -1,5 +1,6 @@
 """`atoll VERB ...`. Verbs import what they need when they run, so that --help is quick."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -45,6 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     if given == ["--version"]:
         print(f"atoll {version('atoll')}")
         return
+    if not sys.stderr.isatty():  # a log file: tqdm, which reads this when it is imported, writes a line now and then
+        os.environ.setdefault("TQDM_MININTERVAL", "30")
     try:
         with plain_warnings():
             if given[:1] == ["federation"]:

@@ -113,7 +113,6 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                 desc=folder.name,
                 unit="step",
                 disable=not (progress_bar and is_main),
-                mininterval=0.2 if sys.stderr.isatty() else 30,
                 dynamic_ncols=True,
             ) as bar,
         ):
