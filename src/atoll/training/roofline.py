@@ -54,7 +54,7 @@ class Work:
     def seconds(self, device: Device) -> float:
         """Returns a lower bound on the time of a step: kernels run one by one, while the host launches the next ones.
 
-        Only a cache that keeps one kernel's output for the next, or other kernels, can be faster.
+        Only a cache that keeps one kernel's output for the next, or another order of kernels, can be faster.
         """
         kernels = sum(max(flops / device.flops, size / device.bandwidth) for _, flops, size in self.operations)
         return max(kernels, device.launch * len(self.operations))

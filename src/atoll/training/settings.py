@@ -39,9 +39,9 @@ class Settings:
     """Settings that all runs share: an expert's, the monolith's, the router's and a student's."""
 
     model: str = "mini"
-    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, optionally with a patch size (xl/2 is the paper's), followed by
-    any of :local (convolutions in the blocks, which help short runs on 8 x 8 tokens or more), :zero (AdaLN-Zero instead
-    of AdaLN-Single), :norm (the norm of Eq. 17), :blind (no text) and, for a router, :mlp (an MLP head)."""
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, optionally followed by /PATCH (xl/2 is the paper's) and by any of
+    :local (convolutions in the blocks, which help short runs on 8 x 8 tokens or more), :zero (AdaLN-Zero instead of
+    AdaLN-Single), :norm (the norm of Eq. 17), :blind (no text) and, for a router, :mlp (an MLP head)."""
     steps: int = 5000
     """Number of weight updates."""
     batch: int = 64
@@ -189,7 +189,7 @@ class DistillSettings(Settings):
     """Settings of a student's run: it learns flow matching, whatever the objectives of its teachers."""
 
     model: Annotated[str, tyro.conf.arg(name="student", aliases=("--model",))] = "mini"
-    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, optionally with a patch size: b/2 is a fifth of the paper's
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, optionally followed by /PATCH: b/2 is a fifth of the paper's
     expert."""
     objective: str = "fm"
     """fm, or fm-logit-normal, which samples t near the middle more often."""
