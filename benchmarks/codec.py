@@ -1,13 +1,13 @@
-"""What the codecs `pca`, with and without a refiner and overlapping patches, and `conv` lose of images.
+"""Reconstruction error of the codecs `pca`, with and without a refiner and overlapping patches, and `conv`.
 
     atoll fetch cifar-10 --num 5000 --out images
     python benchmarks/codec.py images/cifar-10.tar --size 32
     python benchmarks/codec.py photos --size 64 --numbers 24
     python benchmarks/codec.py photos --size 128 --plain
 
-Fits to four fifths of the images, and measures on the others: PSNR, and the seam ratio, the mean absolute difference of
-pixels across borders of patches over that elsewhere, for latents without noise and with noise of 0.25 and 0.5. All have
-the same patches and as many numbers for each.
+Fits the codecs to four fifths of the images, and measures on the rest: PSNR, and the seam ratio, which is the mean
+absolute difference of pixels across patch borders over that elsewhere, for latents without noise and with noise of 0.25
+and 0.5. All codecs have the same patches and equally many numbers per patch.
 """
 
 import argparse

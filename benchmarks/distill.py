@@ -1,4 +1,4 @@
-"""An ensemble, its students, and a monolith of a student's size and steps: quality and seconds an image.
+"""An ensemble, its students, and a monolith of a student's size and steps: quality and seconds per image.
 
     atoll demo --out demo
     python benchmarks/distill.py demo/model demo/data --out distilled --steps 800 --batch 32 --lr 3e-3
@@ -7,13 +7,13 @@
     atoll train-all data --router --out run && atoll assemble run --data data --out model
     python benchmarks/distill.py model data --out distilled --student s/2 --metrics frechet labels flops
 
-For each seed of training: a student by label, one by each other of --teachers, one by label that learns the guidance,
-a monolith of as many steps and the same batch, and with --more-batch N another with a batch N times as large (DDM's
-comparison has 4). All begin from random weights. Figures are the mean and the deviation over seeds; the ensemble is
-one, so its deviation is that of the noise it draws from. Guided students are sampled with no guidance on top.
+For each training seed: a student by label, one for each other of --teachers, one by label that learns guidance, a
+monolith with the same steps and batch, and with --more-batch N another with a batch N times as large (4 in DDM's
+comparison). All start from random weights. Figures are mean and standard deviation over seeds; there is one ensemble,
+so its deviation is over sampling noise. Students that learned guidance are sampled without further guidance.
 
-Rerun the command to resume: what is trained, sampled and measured is not done again. Seconds are taken in
-turns, a batch of each model a round, and depend on what else the machine does; FLOPs are counted and do not.
+Rerun the command to resume: finished training, samples and figures are reused. Models are timed in turns, one batch
+each per round; the seconds depend on other load on the machine, the FLOPs, which are counted, do not.
 """
 
 import os
@@ -48,7 +48,7 @@ AT_A_TIME = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of the table: how it is trained (None: it is the teacher), and with which guidance it draws."""
+    """A row of the table: its training settings (None: the teacher), and the guidance it is sampled with."""
 
     name: str
     training: DistillSettings | ExpertSettings | None
@@ -73,7 +73,7 @@ def entries_of(args: argparse.Namespace) -> list[Entry]:
 
 
 class Comparison:
-    """All of it, for one teacher and one data set."""
+    """The whole comparison, for one teacher and one data set."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.entries = args, entries_of(args)
@@ -103,7 +103,7 @@ class Comparison:
         return Part(f"seed {seed} {entry.name}", folder, settings, self.args.data, teacher=teacher)
 
     def judge(self) -> dict[str, list[dict[str, Any]]]:
-        """The figures of each entry, a seed each."""
+        """Returns the figures of each entry, one set per seed."""
         found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in self.entries}
         for seed in self.seeds:
             args = self.args
@@ -119,7 +119,7 @@ class Comparison:
         return found
 
     def clock(self) -> dict[str, list[float]]:
-        """Seconds an image of each entry in each round, of the first seed's models."""
+        """Returns the seconds per image of each entry in each round, for the first seed's models."""
         path = self.args.out / "seconds.json"
         about = {"rounds": self.args.rounds, "steps": self.args.sampling_steps, "guidance": self.args.guidance}
         if path.exists() and (before := read_json(path, f"remove {path}"))["about"] == about:
@@ -138,7 +138,7 @@ class Comparison:
                     prompts, seed=list(range(AT_A_TIME)), guidance_scale=entry.guidance, output_type="latent",
                     num_inference_steps=self.args.sampling_steps, progress=False,
                 )  # fmt: skip
-                if turn:  # the first reads the weights
+                if turn:  # the first one loads the weights
                     seconds[entry.name].append((time.perf_counter() - begun) / AT_A_TIME)
         write_json(path, {"about": about, "seconds": seconds})
         return seconds
@@ -154,7 +154,7 @@ def table_of(entries: Sequence[Entry], figures: Mapping[str, Any], seconds: Mapp
 
 
 def cost_of_learning(figures: Mapping[str, Any], seconds: Mapping[str, Sequence[float]]) -> list[str]:
-    """What it does to a student to have learned its guidance, beside its twin that is guided."""
+    """Returns the figures of the student that learned guidance relative to its twin that is guided."""
     (learned,) = (name for name in figures if "learned" in name)
     twin = "student by label"
     lines = []

@@ -2,11 +2,11 @@
 
     python benchmarks/engines.py DATA [--rounds 3] [--steps 300]
 
-DATA is what `atoll prepare` and `atoll partition --experts 4` have made. Rates are what the experts log, and of whole
-commands with all that starts before the first step; a Ray cluster of one node is started before.
+DATA is the output of `atoll prepare` and `atoll partition --experts 4`. Rates are those that the experts log, and those
+of whole commands including startup; a Ray cluster of one node is started beforehand.
 
 Two cores, nothing else running, `--steps 150`: the experts log 244 samples/s on the local engine, 243 and 239 on Ray
-(0.99x); of whole commands 319, and 310 and 304 (0.96x). The time ended before a second run of the local engine.
+(0.99x); for whole commands 319, and 310 and 304 (0.96x). Time ran out before a second run of the local engine.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(data: Path, steps: int, flags: list[str]) -> tuple[float, float]:
-    """Returns samples per second as logged, and over the whole command."""
+    """Returns samples per second, as logged and over the whole command."""
     settings = f"--model mini --batch 32 --steps {steps} --log-every 20 --sample-every 0 --device cpu".split()
     with TemporaryDirectory() as folder:
         out = Path(folder) / "run"

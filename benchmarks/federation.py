@@ -1,4 +1,4 @@
-"""What a federation costs, and whom its gate lets in.
+"""The costs of a federation, and what its gate accepts.
 
 python benchmarks/federation.py status           # 1,000 slots and 10,000 submissions, in a folder
 python benchmarks/federation.py status --url s3://bucket/large
@@ -45,7 +45,7 @@ METHODS = ("get", "read", "head", "get_range", "modified", "put", "delete", "lis
 
 
 def status(url: str | None = None, slots: int = 1000, submissions: int = 10_000, rounds: int = 3) -> None:
-    """Times `status` on a store with so many slots, half of them accepted, a quarter leased."""
+    """Times `status` on a store with `slots` slots, half of them accepted, a quarter leased."""
     with TemporaryDirectory() as place:
         os.environ |= {"ATOLL_HOME": f"{place}/home", "XDG_CACHE_HOME": f"{place}/cache"}
         federation = fill(url_of(url or f"{place}/store"), slots, submissions)
@@ -77,7 +77,7 @@ def _counting(calls: Counter[str], name: str, original: Any) -> Any:
 
 
 def fill(url: str, num_slots: int, num_submissions: int) -> Federation:
-    """Returns a federation of which everything is there but the files of experts."""
+    """Returns a federation that is complete except for the files of its experts."""
     from tuf.api.metadata import Metadata
 
     identity = Identity.load_or_make("anna")
@@ -126,11 +126,11 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ba
 
     Args:
         data: A data set in clusters, such as `atoll prepare avatars --num 4000 --out data` and `atoll partition` make.
-        steps: Of each run.
-        rounds: How often each of them is trained.
-        model: Its size.
-        batch: With 1, steps cost little, and what a federation adds is seen more clearly.
-        every: Steps between published checkpoints, as the gate's segment_steps.
+        steps: Steps per run.
+        rounds: Number of runs of each kind.
+        model: Size of the model.
+        batch: With 1, steps are cheap, and the overhead of a federation shows more clearly.
+        every: Steps between published checkpoints, like the gate's segment_steps.
     """
     ratios = []
     with TemporaryDirectory() as place:
@@ -160,10 +160,10 @@ def train(data: Path, steps: int = 400, rounds: int = 3, model: str = "mini", ba
 
 
 def gate(demo: Path) -> None:
-    """Measures errors by the default gate: of each slot's expert, of the next slot's, and of random weights.
+    """Measures errors with the default gate: of each slot's expert, of the next slot's, and of random weights.
 
     Args:
-        demo: What `atoll demo` has made.
+        demo: The output folder of `atoll demo`.
     """
     torch.set_num_threads(1)
     experts = sorted((demo / "run").glob("expert_*"))

@@ -1,12 +1,12 @@
-"""Does an expert of a kind that nobody has seen join through the store, and leave without a trace?
+"""Can an expert of a kind that no other expert has seen join through the store, and leave without a trace?
 
     python benchmarks/federation_hot_add.py walk --data demo/data
 
-A newcomer brings images of a new kind of character to the federation that benchmarks/federation_walk.py has left in
-WALK: bats, which are owls that hang upside down, so that the demo's reader can read them turned round. Neither the
-codec, nor the router, nor any expert has seen one. They open a slot, an expert is trained and submitted, two verifiers
-accept it, and nothing else is trained. Later the same verifiers take it out again. What is told is the share of images
-in which every attribute of the prompt is right, each time of the model that anyone gets from the store.
+A newcomer brings images of a new kind of character to the federation that benchmarks/federation_walk.py left in WALK:
+bats, which are owls that hang upside down, so that the demo's reader can read them after a rotation. Neither the codec,
+nor the router, nor any expert has seen one. They open a slot, train and submit an expert, and two verifiers accept it;
+nothing else is trained. Later the same verifiers remove it. The report is the share of images in which every attribute
+of the prompt is right, each time with the model that anyone gets from the store.
 """
 
 import os
@@ -76,9 +76,9 @@ def main(walk: Annotated[Path, tyro.conf.Positional], data: Path, url: str | Non
     """Adds an expert to a federation, and removes it.
 
     Args:
-        walk: Where benchmarks/federation_walk.py has left its people.
+        walk: The output folder of benchmarks/federation_walk.py.
         data: The data set of that federation.
-        url: Of its store; WALK/store by default.
+        url: URL of its store; WALK/store by default.
     """
     torch.set_num_threads(1)
     world = World(walk, url_of(url or walk / "store"))
@@ -104,7 +104,7 @@ def main(walk: Annotated[Path, tyro.conf.Positional], data: Path, url: str | Non
     print(world.run("fred", "train", "--steps", STEPS).splitlines()[-2])
     print(*map(finish, [world.start(name, "verify") for name in ("vera", "walt")]), sep="\n")
     look("with it")
-    slot = len(cluster_folders(data))  # the first that the charter does not have
+    slot = len(cluster_folders(data))  # the first one that is not in the charter
     for name in ("vera", "walt"):
         print(world.run(name, "rollback", slot, "--to", "none"))
     look("after")

@@ -1,13 +1,13 @@
-"""The whole way of a federation by separate processes that share nothing but the store, judged as `atoll demo` is.
+"""A whole federation run by separate processes that share nothing but the store, evaluated like `atoll demo`.
 
     atoll demo --out demo
     python benchmarks/federation_walk.py demo/data --router demo/run/router --against demo/results.json --out walk
 
-A founder, four contributors, two verifiers who must agree, and somebody who samples: each has a key, a cache and
-processes of their own. One contributor trains by DDPM, one on images of their own, which nobody else has: other avatars
-with the captions of a slot. What is told is the share of images in which every attribute of the prompt is right, of
-the model that comes out of the store and of the one that `atoll demo` has trained on one machine with the same steps.
-Every command can be rerun, and so can this. `--quick` is for tests: tiny networks, and a gate that lets them pass.
+A founder, four contributors, two verifiers who must agree, and a user who samples: each has their own key, cache and
+processes. One contributor trains with DDPM, one on private images: other avatars with the captions of a slot. The
+report is the share of images in which every attribute of the prompt is right, for the model from the store and for the
+one that `atoll demo` trained on one machine with the same steps. Rerun the command to resume. `--quick` is for tests:
+tiny networks, and a gate that lets them pass.
 """
 
 import os
@@ -45,7 +45,7 @@ FIGURES = ("prompt_accuracy", "prompt_accuracy_heldout", "frechet")
 
 
 class World:
-    """A store, and people who share nothing else."""
+    """A store, and participants who share nothing else."""
 
     def __init__(self, out: Path, url: str) -> None:
         self.out, self.url, self.stages = out, url, dict[str, dict[str, float]]()
@@ -55,7 +55,7 @@ class World:
         return {"ATOLL_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
 
     def start(self, name: str, verb: str, *arguments: object) -> "subprocess.Popen[str]":
-        """Starts a command of `atoll federation`, or `sample`, as a person's own process."""
+        """Starts a command of `atoll federation`, or `sample`, as a participant's own process."""
         words = ["sample"] if verb == "sample" else ["federation", verb]
         return subprocess.Popen(
             [sys.executable, "-m", "atoll", *words, self.url, *map(str, arguments)], text=True,
@@ -67,7 +67,7 @@ class World:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Prints how long the block has taken, by the clock and of CPU time."""
+        """Prints the wall-clock and CPU time of the block."""
         clock, before = time.perf_counter(), cpu_seconds()
         yield
         self.stages[name] = {
@@ -90,7 +90,7 @@ def finish(process: "subprocess.Popen[str]") -> str:
 
 
 def draw_own(data: Path, slot: int, folder: Path) -> None:
-    """Draws other avatars with the captions of a slot's images, as pairs of PNG and text."""
+    """Draws other avatars with the captions of a slot's images, as pairs of PNG and text files."""
     folder.mkdir(parents=True, exist_ok=True)
     rng, dataset = np.random.default_rng(7), Dataset.open(data, slot)
     for i, caption in enumerate(dataset.strings("caption")):
@@ -106,15 +106,15 @@ def main(
     against: Path | None = None,
     quick: bool = False,
 ) -> None:
-    """Goes the whole way, and judges what comes out of it.
+    """Runs a federation, and evaluates the resulting model.
 
     Args:
-        data: Avatars in clusters, as `atoll demo` makes them.
-        out: Where everything goes.
-        url: Of the store; OUT/store by default.
-        router: What was trained on the data.
+        data: Partitioned avatars, as from `atoll demo`.
+        out: Output folder.
+        url: URL of the store; OUT/store by default.
+        router: A router trained on the data.
         against: The results.json of a demo on the same data.
-        quick: Tiny networks: the figures mean nothing.
+        quick: Use tiny networks; the figures mean nothing.
     """
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def main(
         different = as_flags(plan.ddpm, plan.expert)
         first = [world.start("emil", "train", "--slot", ddpm, *different), world.start("dora", "train")]
         print(*(finish(process).splitlines()[-2] for process in first), sep="\n")
-        others = [world.start(name, "train") for name in ("ben", "carla")]  # any slot that nobody has
+        others = [world.start(name, "train") for name in ("ben", "carla")]  # they lease any free slot
         print(*(finish(process).splitlines()[-2] for process in others), sep="\n")
     with world.stage("verify"):
         judging = [world.start(name, "verify") for name in ("vera", "walt")]
@@ -162,7 +162,7 @@ def main(
 
 
 def person_key(world: World, name: str) -> str:
-    """Returns KEY=NAME of a person who has not joined yet."""
+    """Returns KEY=NAME of a participant who has not joined yet."""
     from atoll.federation.keys import Identity
 
     os.environ |= world.environment(name)

@@ -1,4 +1,4 @@
-"""Students of few steps: against closed forms, by which method, and how good their images are.
+"""Few-step students: against closed forms, by distillation method, and the quality of their images.
 
     python benchmarks/few_steps.py oracle                                   # a closed form in two dimensions
     python benchmarks/few_steps.py methods demo --out methods               # three objectives, equal CPU time
@@ -7,10 +7,10 @@
     python benchmarks/few_steps.py clock demo --out few                     # and their time per image
     python benchmarks/few_steps.py real MODEL DATA --out few-real           # any data with labels
 
-DEMO is what `atoll demo --out demo` has made. `methods` counts the CPU seconds of teacher and student alike:
-*trajectories*, which `atoll distill --steps-out` has, makes the teacher's images first and learns from them again and
-again; *segments* noises images of the data, and asks the teacher where each leads by the end of its step; *consistency*
-asks it for one of 20 steps, and the EMA of the student for the rest. Rerun `avatars` and `real` to resume.
+DEMO is the output of `atoll demo --out demo`. `methods` counts the CPU seconds of teacher and student alike:
+*trajectories*, as in `atoll distill --steps-out`, samples the teacher first and trains on the trajectories repeatedly;
+*segments* noises images of the data, and solves the teacher's ODE to the end of each step; *consistency* takes one of
+20 steps with the teacher, and the rest with the student's EMA. Rerun `avatars` and `real` to resume.
 """
 
 import os
@@ -55,7 +55,7 @@ SETTINGS = DistillSettings(
 
 
 class Small(nn.Module):
-    """(x, t) -> velocity in two dimensions, by a perceptron on sines and cosines of both."""
+    """(x, t) -> velocity in two dimensions: an MLP on sines and cosines of both."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Small(nn.Module):
 
 
 def sliced_wasserstein(one: Tensor, other: Tensor) -> float:
-    """Returns the mean over 200 directions of the distance between sorted projections."""
+    """Returns the mean distance between sorted projections, over 200 directions."""
     angles = torch.linspace(0, math.pi, 201)[:-1]
     directions = torch.stack([angles.cos(), angles.sin()])
     return float(((one @ directions).sort(0).values - (other @ directions).sort(0).values).abs().mean())
 
 
 def oracle(seconds: float) -> None:
-    """A student of 1, 2 and 4 steps of a mixture of 48 Gaussians whose velocity is known."""
+    """Trains students of 1, 2 and 4 steps on a mixture of 48 Gaussians, whose velocity is known in closed form."""
     exact, num = ClusteredGaussians.islands(), 20_000
     data = ClusteredGaussians(exact.means.float(), exact.variances.float(), exact.weights.float())
     real, others = (data.sample(num, torch.Generator().manual_seed(seed))[0] for seed in (7, 8))
@@ -126,7 +126,7 @@ def oracle(seconds: float) -> None:
 
 
 class Lesson:
-    """Batches of one method: (x, t, tokens and mask, target, weight)."""
+    """Makes batches for one method: (x, t, tokens and mask, target, weight)."""
 
     def __init__(self, task: FewStepTask, ema: nn.Module) -> None:
         self.task, self.ema, self.num = task, ema, task.num_steps
@@ -222,7 +222,7 @@ def told(figures: dict[str, float]) -> str:
 
 
 def students(model: Path, data: Path, out: Path, seeds: int, experts: bool) -> Iterator[tuple[str, int, Path]]:
-    """Yields name, seed and model folder of all students; what is there already is not made again."""
+    """Trains all students that do not exist yet; yields the name, seed and model folder of each."""
     first, num = out / "steps_4" / "seed_0", ModelIndex.read(model).num_experts
     for seed in range(seeds):
         for count in COUNTS:
@@ -232,7 +232,7 @@ def students(model: Path, data: Path, out: Path, seeds: int, experts: bool) -> I
             yield plural(count, "step"), seed, assembled([folder], None, folder / "model", data)
     if not experts:
         return
-    for count in (4, 1):  # each island distils its own, in as many updates and trajectories between them
+    for count in (4, 1):  # one student per expert, with the same updates and trajectories in total
         folder = out / f"experts_{count}"
         for k in range(num):
             settings = replace(SETTINGS, steps_out=count, steps=SETTINGS.steps // num, trajectories=4096 // num)
@@ -280,7 +280,7 @@ def avatars(demo: Path, out: Path, seeds: int, experts: bool) -> None:
 
 
 def clock(demo: Path, out: Path) -> None:
-    """CPU seconds of one core per image, without decoding, in turns: medians of seven rounds."""
+    """Prints the CPU time per image on one core, without decoding: medians of seven interleaved rounds."""
     pipes = {"ensemble": AtollPipeline(demo / "model")}
     pipes |= {f"{count} steps": AtollPipeline(out / f"steps_{count}" / "seed_0" / "model") for count in COUNTS}
     seconds: dict[tuple[str, int], list[float]] = {(name, num): [] for name in pipes for num in (1, len(CHOSEN))}
@@ -294,7 +294,7 @@ def clock(demo: Path, out: Path) -> None:
 
 
 def real(model: Path, data: Path, out: Path, seeds: int, num: int) -> None:
-    """The ensemble and its students by kernel distance and the labels that are seen in the images."""
+    """Evaluates the ensemble and its students by kernel distance and label accuracy."""
     measured = MetricSettings(num=num, features=("efficientnet:96", "simple"), metrics=("frechet", "kernel", "labels"))
     evaluation = Evaluation(data, out / "evaluation", measured)
 

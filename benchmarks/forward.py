@@ -1,9 +1,9 @@
-"""A forward pass during sampling against diffusers' PixArtTransformer2DModel of the same shape, on one thread.
+"""A forward pass in sampling against diffusers' PixArtTransformer2DModel of the same shape, on one thread.
 
     python benchmarks/forward.py [--batch 16] [--rounds 30]
 
-As in sampling, all samples are at one time and the text stays the same from step to step: Atoll has read it once
-before, diffusers reads it anew. Captions are 12 real tokens padded to 77, with a mask.
+As in sampling, all samples are at the same t, and the text does not change between steps: Atoll has read it beforehand,
+diffusers reads it each time. Captions are 12 real tokens padded to 77, with a mask.
 """
 
 from side_by_side import call_pixart, make_atoll, make_inputs, make_pixart, matrix_products, ratio, take_turns  # isort: skip

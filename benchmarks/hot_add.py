@@ -1,11 +1,11 @@
-"""Does an expert join and leave without a router that knows it?
+"""Can an expert join and leave without a router that was trained with it?
 
     python benchmarks/hot_add.py --out hot_add [--kind owl] [--seed 0] [--quick]
 
 Avatars without one kind of character are prepared, partitioned and trained as in `atoll demo`: four experts, one of
-them DDPM, and a router. That kind alone is another data set with the same codec, and its expert joins them by its card:
-no router is trained. What is told is the share of images in which every attribute of the prompt is right, before, with
-the new expert, and after it has left; and the same of a router made of the cards alone. Rerun it to resume.
+them DDPM, and a router. That kind alone is another data set with the same codec; its expert joins by the statistics on
+its card, without training a router. The report is the share of images in which every attribute of the prompt is right:
+before, with the new expert, after it has left, and with a router made from the cards alone. Rerun it to resume.
 """
 
 import os
@@ -43,11 +43,11 @@ from atoll.storage import write_json, write_whole
 
 BATCH = 100
 NUM_OTHERS, NUM_NEW, NUM_UNSEEN = 200, 100, 40  # prompts
-NEW_STEPS = 400  # of the new expert: one kind is learned sooner than a cluster of several
+NEW_STEPS = 400  # of the new expert: one kind is learned faster than a cluster of several
 
 
 def make_data(out: Path, pictures: int, kind: str) -> tuple[Path, Path]:
-    """Returns the data set without the kind, in clusters, and that of the kind alone, in a cluster of its own."""
+    """Returns the partitioned data set without the kind, and the data set of the kind alone, as a single cluster."""
     examples = list(make("avatars", pictures, SIZE, heldout="exclude"))
     old, new = out / "data", out / "new"
     for folder, own, codec in ((old, False, "pca"), (new, True, f"saved:{old}")):
@@ -67,7 +67,7 @@ def make_data(out: Path, pictures: int, kind: str) -> tuple[Path, Path]:
 
 
 def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[list[Part], Part]:
-    """Returns the parts that know nothing of the kind, the router last, and its expert."""
+    """Returns the parts trained without the kind, the router last, and the kind's expert."""
     sizes = PartitionCard.read(old / "clusters").sizes
     ddpm = min(range(NUM_EXPERTS), key=lambda k: sizes[k])
     every: dict[str, Any] = {"save_every": 50, "keep_every": 50, "seed": seed}  # checkpoints, for benchmarks/replay.py
@@ -88,7 +88,7 @@ def plan_parts(out: Path, old: Path, new: Path, plan: Plan, seed: int) -> tuple[
 
 
 def prompts_of(old: Path, new: Path, kind: str) -> dict[str, list[str]]:
-    """Returns captions of the kind and of all others, seen in training; and combinations that nobody has seen."""
+    """Returns training captions of the kind and of all others, and captions of unseen combinations."""
     rng, chosen = np.random.default_rng(0), {}
     for name, data, num in (("others", old, NUM_OTHERS), ("new kind", new, NUM_NEW)):
         captions = sorted(set(Dataset.open(data).strings("caption")))
@@ -100,7 +100,7 @@ def prompts_of(old: Path, new: Path, kind: str) -> dict[str, list[str]]:
 
 
 def measure(model: Path, prompts: dict[str, list[str]]) -> dict[str, Any]:
-    """Returns the share of images with every attribute right, and of steps that the last expert leads."""
+    """Returns the share of images with every attribute right, and of evaluations routed to the last expert."""
     pipe = AtollPipeline(model)
     found: dict[str, Any] = {}
     for name, texts in prompts.items():

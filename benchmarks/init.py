@@ -1,4 +1,4 @@
-"""Do first weights from a DDPM checkpoint help flow-matching experts on other data? (paper, section 3.5)
+"""Do initial weights from a DDPM checkpoint help flow-matching experts on other data? (paper, section 3.5)
 
     atoll fetch cifar-10 --out pictures
     atoll prepare pictures/cifar-10.tar --codec pca:4x16 --near-duplicates keep --license "none stated" --out data
@@ -6,9 +6,9 @@
     python benchmarks/init.py data --out init [--plot docs/figures/init.png]
 
 A class-conditional DiT, diffusers' own, learns noise prediction on clusters 0 and 1 with the linear betas of DDPM.
-`atoll convert` makes first weights of it, and `atoll train` experts of clusters 2 and 3 from these and from scratch:
-the same settings for both, none of them chosen by the outcome. What is told is how many steps the experts with first
-weights need to reach the held-out loss at which those from scratch end. Rerun it to resume.
+`atoll convert` converts it to initial weights, and `atoll train` trains experts of clusters 2 and 3 from these and from
+scratch, with the same settings, none of them chosen by the outcome. The report is the number of steps in which the
+initialised experts reach the final held-out loss of those from scratch. Rerun it to resume.
 """
 
 import os
@@ -40,12 +40,12 @@ from atoll.storage import read_json, write_json
 
 LEARNT, NEW = (0, 1), (2, 3)  # clusters
 WIDTH, DEPTH, HEADS, PATCH = 128, 6, 4, 2  # of `--model mini/2`
-BATCH, LR, WARMUP = 64, 0.1152 / WIDTH, 60  # what `atoll train` does by itself at this width
+BATCH, LR, WARMUP = 64, 0.1152 / WIDTH, 60  # the defaults of `atoll train` at this width
 EVAL_EVERY = 50
 
 
 def read_classes(data: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents of the clusters that the DiT learns, and the numbers of their classes."""
+    """Returns the latents of the clusters that the DiT learns, and their class numbers."""
     parts = [DatasetView(Dataset.open(data, k)) for k in LEARNT]
     labels = [rows.data.strings("label") for rows in parts]
     classes = sorted({label for own in labels for label in own})
@@ -56,7 +56,7 @@ def read_classes(data: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pretrain(data: Path, out: Path, steps: int, batch: int = BATCH) -> None:
-    """A tiny DiT as it was published: classes, 1000 steps of linear betas, plain loss on the noise."""
+    """Trains a tiny DiT as published: class-conditional, 1000 steps of linear betas, unweighted loss on the noise."""
     from diffusers import DDPMScheduler, DiTTransformer2DModel
 
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def pretrain(data: Path, out: Path, steps: int, batch: int = BATCH) -> None:
         num_layers=DEPTH, sample_size=size, patch_size=PATCH, num_embeds_ada_norm=int(kinds.max()) + 1,
     )  # fmt: skip
     for block in model.transformer_blocks:
-        block.norm1.emb = model.transformer_blocks[0].norm1.emb  # one embedding of time and class, as DiT was trained
+        block.norm1.emb = model.transformer_blocks[0].norm1.emb  # shared embedding of time and class, as in DiT
     averaged = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     noise: Any = DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear")
     optimizer = torch.optim.AdamW(model.parameters(), LR, betas=(0.9, 0.99), weight_decay=0.0)
@@ -130,14 +130,14 @@ def convert(data: Path, out: Path) -> None:
 
 
 def curve_of(folder: Path) -> tuple[list[int], list[float]]:
-    """Held-out losses by step."""
+    """Returns steps and their held-out losses."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
     return [step for step, _ in found], [loss for _, loss in found]
 
 
 def steps_to(loss: float, steps: list[int], losses: list[float]) -> float | None:
-    """The step at which a curve first comes down to a loss, between measurements by a straight line."""
+    """Returns the step at which a curve first reaches a loss, interpolated linearly between measurements."""
     for i, value in enumerate(losses):
         if value <= loss:
             if i == 0:
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def compare(data: Path, out: Path, steps: int, pretrain_steps: int, seeds: int, at_a_time: int) -> None:
-    """Everything that is not there yet: the DiT beside the experts from scratch, then those with first weights."""
+    """Trains all that does not exist yet: the DiT beside the experts from scratch, then the initialised experts."""
     command = [sys.executable, str(Path(__file__).resolve()), str(data), "--only-pretrain"]
     command += ["--pretrain-steps", str(pretrain_steps), "--out", str(out / "pretrained")]
     first = [Job("DDPM on clusters 0 and 1", command, out / "pretrained", pretrain_steps)]

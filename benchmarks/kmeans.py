@@ -1,10 +1,10 @@
-"""k-means against scikit-learn on one thread: speed beside MiniBatchKMeans, inertia beside KMeans' best of 10.
+"""k-means against scikit-learn on one thread: speed of MiniBatchKMeans, inertia of KMeans' best of 10.
 
     python benchmarks/kmeans.py [--rows 100000] [--dim 256] [--clusters 256] [--rounds 6]
 
-Each round draws a mixture of Gaussians of unequal size and width plus 5% noise, with fewer, as many or more
-components than clusters, and runs both one right after the other with a seed of its own. What is reported is the
-median over rounds of the ratio within a round. Both assign every row, and the inertia is of all rows.
+Each round draws a mixture of Gaussians of unequal size and width plus 5% noise, with fewer, equally many or more
+components than clusters, and runs both in succession with the round's seed. The report is the median over rounds of
+the ratio within a round. Both assign every row, and the inertia is over all rows.
 """
 
 import os

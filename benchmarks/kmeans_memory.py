@@ -1,10 +1,10 @@
-"""k-means over features on disk that are larger than the memory it may take, at two sizes: seconds and peak memory.
+"""k-means over features on disk that are larger than the memory limit, at two sizes: seconds and peak memory.
 
     python benchmarks/kmeans_memory.py [--rows 2000000] [--dim 256] [--fine 1024] [--limit 1.0]
 
-Random rows in half precision are written as the shards of a data set, and DDM's partition is made of them in a process
-of its own, whose peak resident size is the kernel's. With --limit, in GB, the address space beyond what the libraries
-take is limited to as much, so that a process that needed more would fail.
+Random rows in half precision are written as the shards of a data set, and partitioned as in DDM in a separate process,
+whose peak resident size the kernel reports. --limit, in GB, limits the address space beyond what the libraries take, so
+that a process that needs more fails.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def cluster(folder: Path, fine: int, limit: float) -> None:
     from atoll.partition.kmeans import hierarchical
 
     torch.set_num_threads(1)
-    torch.ones(64, 64) @ torch.ones(64, 64)  # what the libraries take for themselves
+    torch.ones(64, 64) @ torch.ones(64, 64)  # makes the libraries allocate their own memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if limit:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--fine", type=int, default=1024)
     parser.add_argument("--limit", type=float, default=0.0)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the process that does it
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the measured process
     args = parser.parse_args()
     if args.folder is not None:
         cluster(args.folder, args.fine, args.limit)

@@ -1,10 +1,10 @@
 """Peak memory of a training process: predicted, measured, and their ratio.
 
     python benchmarks/memory.py [--steps 10]    # trains small models on the CPU, with and without checkpointing
-    python benchmarks/memory.py --table         # the tables of docs/hardware.md: computed, nothing is trained
+    python benchmarks/memory.py --table         # computes the tables of docs/hardware.md; nothing is trained
 
-Prediction and training each have a process of their own, as `atoll train --dry-run` and `atoll train` do. Training is
-the loop that trains experts, states and the finished network written by it included; its data is random numbers.
+Prediction and training run in separate processes, as `atoll train --dry-run` and `atoll train` do. Training is the
+loop that trains experts, including checkpoints and the final network, on random data.
 """
 
 import os
@@ -68,7 +68,7 @@ CASES = {
 
 
 class Noise(Task):
-    """An expert's task on random numbers, which take as much memory as any."""
+    """An expert's task on random data, which takes the same memory as real data."""
 
     num_rows = 100_000
 
@@ -105,7 +105,7 @@ class Noise(Task):
 
 
 def ask(do: str, case: str, checkpointing: bool, steps: int, micro_batch: int | None = None) -> int:
-    """The bytes that a process of its own predicts, or comes to."""
+    """Returns the bytes that a separate process predicts, or uses at its peak."""
     options = ["--checkpointing"] if checkpointing else []
     options += [] if micro_batch is None else ["--micro-batch", str(micro_batch)]
     command = [sys.executable, __file__, "--do", do, "--case", case, "--steps", str(steps), *options]
@@ -232,7 +232,7 @@ def num_parameters(config: DiTConfig | RouterConfig) -> int:
 
 @torch.no_grad()
 def sampling_activations(config: DiTConfig) -> int:
-    """The most bytes of a forward pass of two samples, one of them for guidance, with the text that was read."""
+    """Returns the peak bytes of a forward pass of two samples, one of them for guidance, including the text."""
     with FakeTensorMode():
         network = DiT(config)
         for p in network.parameters():
@@ -247,7 +247,7 @@ def sampling_activations(config: DiTConfig) -> int:
 
 @torch.no_grad()
 def decoder() -> tuple[int, int]:
-    """Bytes of Stable Diffusion's VAE, and the most that decoding a picture of 256 pixels adds."""
+    """Returns the bytes of Stable Diffusion's VAE, and the peak that decoding a 256-pixel image adds."""
     from diffusers import AutoencoderKL
 
     with torch.device("meta"):

@@ -1,17 +1,17 @@
-"""What a model of photographs gets out of the same CPU time, by its codec, text encoder, network and optimizer.
+"""The quality of photographs for equal CPU time, by codec, text encoder, network and optimizer.
 
     atoll fetch cifar-10 --num 6000 --out images
     atoll prepare images/cifar-10.tar --size 32 --codec pca:plain --near-duplicates keep --out old
     atoll prepare images/cifar-10.tar --size 32 --recipe photos --codec pca:4x12:lapped --near-duplicates keep --out new
     python benchmarks/photos.py images/cifar-10.tar laptop=old photos=new --seeds 3 --guidance 2 4 --out run
 
-Trains a monolith of each KIND on its DATA for as many steps as take SECONDS of one core, and makes images of captions
-at each GUIDANCE. Steps are timed in turns, so that a busy machine slows all kinds alike, and printed; KIND=DATA@STEPS
-gives them, so that seeds can be trained side by side (--first-seed) for as long.
+Trains a monolith of each KIND on its DATA for as many steps as take SECONDS of one core, and samples captions at each
+GUIDANCE. Steps are timed in turns, so that other load slows all kinds alike, and their number is printed;
+KIND=DATA@STEPS sets it, so that seeds can be trained in parallel (--first-seed) for equally long.
 KD is the kernel distance on EfficientNet features to the photographs themselves, at the data's size; *label* is the
 share of images in which a linear classifier of these features, fitted to the photographs, sees the prompt's label; the
-seam ratio is that of benchmarks/codec.py. RUN has a picture of the first 48 images of each, uncurated.
-A kind whose model is in RUN already is measured, not trained again; `--models MODEL=DATA` measures any others.
+seam ratio is that of benchmarks/codec.py. RUN has a grid of the first 48 images of each kind, uncurated.
+A kind whose model is already in RUN is only measured; `--models MODEL=DATA` measures any others.
 """
 
 import os
@@ -68,16 +68,17 @@ KINDS = {
     "batch-16": replace(PHOTOS, batch=16),
     "batch-64": replace(PHOTOS, batch=64),
     "ema-none": replace(PHOTOS, ema=0.0),
-    "ema-short": replace(PHOTOS, ema=0.95),  # the last 20 steps; else the last tenth of the run
+    "ema-short": replace(PHOTOS, ema=0.95),  # averages about 20 steps; the default the last tenth of the run
     "aligned": PHOTOS,
 }
 LIMIT = 2600  # photographs that models are compared with
 
 
 class AlignedTask(ExpertTask):
-    """Representation alignment (Yu et al. 2024): tokens after half of the blocks learn the image's features, too.
+    """Representation alignment (Yu et al. 2024): tokens after half of the blocks also learn the image's features.
 
-    What projects their mean to the features is no part of the expert, so it is updated here, one step late.
+    The network that projects their mean to the features is not part of the expert, so it is updated here, one step
+    late.
     """
 
     WEIGHT = 0.5
@@ -111,12 +112,12 @@ def make_task(kind: str, data: Path, settings: ExpertSettings, device: torch.dev
 
 
 class Reference(NamedTuple):
-    """Photographs as features, and a reader of labels fitted to most of them."""
+    """Features of photographs, and a reader of labels fitted to most of them."""
 
     features: NDArray[np.float32]
     labels: list[str]
     reader: Reader
-    share_read: float  # of labels of the photographs that it was not fitted to
+    share_read: float  # the reader's accuracy on photographs that it was not fitted to
 
 
 def read_reference(place: str, size: int, network: Features) -> Reference:
@@ -133,7 +134,7 @@ def read_reference(place: str, size: int, network: Features) -> Reference:
 
 
 def timed(kind: str, data: Path) -> Iterator[float]:
-    """Yields the seconds of one core that update after update takes."""
+    """Yields the CPU seconds of one update after another."""
     settings = of_benchmark(kind, 0)
     task, distributed = make_task(kind, data, settings, torch.device("cpu")), Distributed(settings)
     learner = Learner(task, settings, distributed)
@@ -146,7 +147,7 @@ def timed(kind: str, data: Path) -> Iterator[float]:
 
 
 def steps_in(seconds: float, kinds: Mapping[str, Path]) -> dict[str, int]:
-    """Returns how many updates of each kind take so much time of one core, by a few of them in turns."""
+    """Returns how many updates of each kind take `seconds` of one core, by timing a few of each in turns."""
     runs = [timed(kind, data) for kind, data in kinds.items()]
     rounds = np.array([[next(run) for run in runs] for _ in range(14)])
     return {
@@ -161,7 +162,7 @@ def of_benchmark(kind: str, seed: int) -> ExpertSettings:
 def judge(
     name: str, model: Path, data: Path, reference: Reference, network: Features, args: argparse.Namespace
 ) -> None:
-    """Prints what a model's images of captions are worth at each guidance, and draws the first 48."""
+    """Prints the metrics of a model's images of captions at each guidance, and draws the first 48."""
     dataset, pipe = Dataset.open(data), AtollPipeline.from_pretrained(model)
     rows = np.random.default_rng(0).permutation(len(dataset))[: args.num]
     captions, labels = dataset.strings("caption", rows), dataset.strings("label", rows)

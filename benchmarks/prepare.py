@@ -1,9 +1,9 @@
-"""`atoll prepare` and `atoll partition` on shapes: pictures a second and peak memory, at two sizes of the data.
+"""`atoll prepare` and `atoll partition` on shapes: images per second and peak memory, at two sizes of the data.
 
     python benchmarks/prepare.py [--few 5000] [--many 20000] [--size 32]
 
-Each run is a process of its own. Memory is the peak resident size of that process, and of its workers together with
-it, from the kernel's own accounts.
+Each run is a separate process. Memory is the peak resident size of that process, alone and together with its workers,
+as reported by the kernel.
 """
 
 import argparse
@@ -20,7 +20,7 @@ COMMAND = Path(sys.executable).parent / "atoll"
 
 
 def resident(pid: int) -> int:
-    """Peak resident bytes of a process, 0 when it is gone."""
+    """Returns the peak resident bytes of a process, 0 if it is gone."""
     try:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])  # type: ignore[index]
     except (OSError, TypeError):
@@ -36,7 +36,7 @@ def children(pid: int) -> list[int]:
 
 
 def run(*arguments: object) -> tuple[float, float, float]:
-    """Seconds, peak MB of the process, and of it with all its workers."""
+    """Returns the seconds, the peak MB of the process, and its peak MB including all workers."""
     start = time.perf_counter()
     process = subprocess.Popen([COMMAND, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak: dict[int, int] = {}

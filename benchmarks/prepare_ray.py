@@ -1,11 +1,11 @@
-"""`atoll prepare` by a Ray cluster on this machine against its own processes: images per second, interleaved.
+"""`atoll prepare` on a local Ray cluster against its own worker processes: images per second, interleaved.
 
     python benchmarks/prepare_ray.py [--num 20000] [--pixels 256] [--size 32] [--rounds 2] [--ray-data]
 
-The images are JPEGs in tar files, written before; with --pixels 0 they are drawn by the processes that read them. The
-cluster has as many CPUs as the machine and is started before; its workers start, and load torch, within the time that
-is measured. Both make the same bytes, which is checked. With --ray-data, the same functions are run by a pipeline of
-Ray Data too (`pip install pandas`).
+The images are JPEGs in tar files, written beforehand; with --pixels 0 they are drawn by the processes that read them.
+The cluster has as many CPUs as the machine and is started beforehand; its workers start, and load torch, within the
+measured time. Both write the same bytes, which is checked. With --ray-data, a pipeline of Ray Data runs the same
+functions too (`pip install pandas`).
 
 `--rounds 1`, two cores with nothing else running: local 1059 images/s, Ray 1045 (0.99x; by CPU time 0.95x).
 `--num 3000 --rounds 1 --ray-data`, two cores at a load of 24, images per second by the clock and per second of CPU:
@@ -27,8 +27,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # as the processes it is compared with
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this process alone
+os.environ.setdefault("RAY_worker_niceness", "0")  # like the processes it is compared with
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # only this process uses the cluster
 
 import numpy as np
 from PIL import Image
@@ -89,7 +89,7 @@ def compare(source: Source, args: argparse.Namespace, folder: Path) -> None:
 
 
 def by_ray_data(function: Any, values: Iterator[Any], then: Callable[[Any], Any] | None = None) -> Iterator[Any]:
-    """Yields then(function(value)) in order by a pipeline of Ray Data: two maps, which it fuses on CPUs."""
+    """Yields then(function(value)) in order, by a pipeline of Ray Data with two maps, which it fuses on CPUs."""
     import ray.data
 
     ray.data.DataContext.get_current().execution_options.preserve_order = True
@@ -103,14 +103,14 @@ def by_ray_data(function: Any, values: Iterator[Any], then: Callable[[Any], Any]
 
 
 class Opaque:
-    """A Python object that Arrow is to leave alone."""
+    """Wraps a Python object so that Arrow does not convert it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class Step:
-    """Calls a function with the value of a row."""
+    """Applies a function to the value of a row."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -121,7 +121,7 @@ class Step:
 
 
 def cpu_seconds() -> float:
-    """Returns what this process and all below it have used, which the rest of the machine disturbs less than time."""
+    """Returns the CPU time of this process and its descendants, which other load disturbs less than wall-clock time."""
     import psutil  # type: ignore[import-untyped]
 
     this = psutil.Process()

@@ -1,4 +1,4 @@
-"""What conversion, solver and number of steps do to samples of trained experts, on the built-in avatars.
+"""The effect of conversion, solver, number of steps and routing on samples of trained experts, on avatars.
 
     atoll prepare avatars --num 4000 --out data
     atoll partition data --experts 4 --balance 1.3
@@ -8,8 +8,8 @@
     python benchmarks/quality.py solvers [--plot docs/figures/steps.png]
     python benchmarks/quality.py routing
 
-`right` is the share of samples in which every attribute of the prompt is read back right, FD the Frechet distance to
-the data on the features `simple`, which are colours and edges: it compares rows of one table, and nothing else.
+`right` is the share of samples in which every attribute of the prompt is read back correctly, FD the Frechet distance
+to the data on the features `simple`, which are colours and edges: it is comparable only within one table.
 """
 
 import os
@@ -57,7 +57,7 @@ class Judged(NamedTuple):
 
 
 class Judge:
-    """Prompts, seeds and the data's features, the same for all that is compared."""
+    """Prompts, seeds and the data's features, shared by all comparisons."""
 
     def __init__(self, data: Path, num: int, seed: int = 0) -> None:
         self.data = Dataset.open(data)
@@ -98,7 +98,7 @@ class Judge:
 
 
 def drawn_to_the_mean(expert: Expert, judge_: Judge) -> Expert:
-    """The same expert calibrated towards its cluster's mean, whatever the text."""
+    """Returns the expert with its cluster's mean as prior mean, whatever the text."""
     rows = DatasetView(Dataset.open(judge_.data.folder, expert.network.card["data"]["cluster"]))
     assert expert.prior is not None
     blind = replace(expert.prior, weight=torch.zeros_like(expert.prior.weight))
@@ -149,7 +149,7 @@ def compare_solvers(judge_: Judge, experts: list[Expert], router: Router, plot: 
 
 
 def draw_distances(distances: dict[str, list[float]], path: Path) -> None:
-    """The Frechet distance of each solver against the evaluations it had."""
+    """Plots the Frechet distance of each solver against its number of evaluations."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,7 +1,6 @@
-"""Requests that arrive at random, and how long each takes, by a clock that runs only while there is work.
+"""Simulates the latency of requests that arrive at random, given the time that batches or steps take.
 
-What a batch or a step takes is given: from a formula (`serve.py --parts theory`), or by making the images and looking
-at the CPU time (`--clock cpu`).
+These times come from a formula (`serve.py --parts theory`), or from the CPU time of sampling (`--clock cpu`).
 """
 
 import random
@@ -10,13 +9,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 Cost = Callable[[int], float]
-"""(rows) -> seconds of a step."""
+"""(rows) -> seconds per step."""
 Seconds = Callable[[list[int], float], float]
-"""(requests of a batch, now) -> seconds that the batch takes."""
+"""(requests of a batch, now) -> seconds for the batch."""
 
 
 class Request(NamedTuple):
-    """An image to make."""
+    """A request for one image."""
 
     steps: int
     rows: int  # 1, or 2 with guidance
@@ -24,7 +23,7 @@ class Request(NamedTuple):
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
-    """Returns when `num` requests arrive, at so many per second."""
+    """Returns the arrival times of `num` requests, at `rate` per second on average."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(num)))
 
@@ -34,7 +33,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def static_batches(kinds: Sequence[object], arrivals: Sequence[float], seconds: Seconds, largest: int) -> list[float]:
-    """Returns the latency of each request: the oldest, and those like it, run to their end before the next begin."""
+    """Returns the latency of each request with static batches: the oldest and those of its kind run to completion."""
     latencies, waiting, now, i = [0.0] * len(kinds), list[int](), 0.0, 0
     while i < len(kinds) or waiting:
         now = now if waiting else max(now, arrivals[i])
@@ -50,7 +49,7 @@ def static_batches(kinds: Sequence[object], arrivals: Sequence[float], seconds: 
 
 
 def capacity(kinds: Sequence[object], seconds: Seconds, clients: int) -> float:
-    """Returns the requests per second of static batches if so many clients each ask again once they have an answer."""
+    """Returns the requests per second of static batches with `clients` that each send the next after the answer."""
     waiting, i, total = list(range(clients)), clients, 0.0
     while waiting:
         batch = [k for k in waiting if kinds[k] == kinds[waiting[0]]]
@@ -61,7 +60,7 @@ def capacity(kinds: Sequence[object], seconds: Seconds, clients: int) -> float:
 
 
 def step_level(requests: Sequence[Request], arrivals: Sequence[float], cost: Cost, places: int) -> list[float]:
-    """Returns the latency of each request: the oldest `places` advance by a step, and new ones by their first."""
+    """Returns the latency of each request with step-level batching: the oldest `places` and all new ones advance."""
     latencies, running, now, i = [0.0] * len(requests), list[int](), 0.0, 0
     left = [request.steps for request in requests]
     while i < len(requests) or running:

@@ -1,12 +1,12 @@
-"""How far is an honest replay from the published update, and how far is a forged one?
+"""How far from the published update is an honest replay, and how far is a forged update?
 
     python benchmarks/replay.py --out replay [--plot docs/figures/replay.png] [--runs hot_add/run/* --data hot_add/data]
 
-Small experts of avatars are trained with several seeds, objectives and optimisers. Each part of 25 steps between two of
-their checkpoints, and each whole run in one part, is redone by other processes with other instruction sets or
-micro-batches: those are the honest replays. Forged ones are compared with the replay on this machine: what a cheat
-could publish in place of the end of a part. What is told is the relative error of the update, the largest of weights,
-EMA weights and moments; `--runs` adds runs that are there already, with all their checkpoints.
+Small experts of avatars are trained with several seeds, objectives and optimisers. Honest replays: each segment of 25
+steps between two checkpoints, and each whole run as one segment, is repeated by other processes with other instruction
+sets or micro-batches. Forgeries are what a cheat could publish as the end of a segment; they are compared with the
+replay on this machine. The report is the relative error of the update, the largest of weights, EMA weights and moments;
+`--runs` adds existing runs that kept all their checkpoints.
 """
 
 import os
@@ -57,7 +57,7 @@ ELSEWHERE: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # environment a
     "AVX2, MKL AVX": ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX"}, {}),
     "micro-batches of 8": ({}, {"micro_batch": 8}),
 }
-LEAST, MOST = 1e-6, 10.0  # that are drawn
+LEAST, MOST = 1e-6, 10.0  # range of the plot
 FORGED = (
     "random direction", "straight line", "half the steps, doubled", "other seed", "other data", "no step",
     "another expert", "another, with noise", "its own, 5% noise",
@@ -73,7 +73,7 @@ def open_run(run: Path, data: Path, **changes: Any) -> Replay:
 
 
 def segments_of(run: Path, most: int | None = None) -> list[Segment]:
-    """All parts between neighbours, and the whole run in one; or `most` of the parts, spread over the run."""
+    """Returns all segments between consecutive checkpoints and the whole run, or `most` segments spread over it."""
     paths = checkpoint.saved(run / "state")
     parts = [Segment(a, b) for a, b in pairwise(paths)]
     if most is None:
@@ -92,7 +92,7 @@ def redo(runs: list[Path], data: Path, changes: dict[str, Any], most: int | None
 
 
 def redo_elsewhere(runs: list[Path], data: Path, out: Path, most: int | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Redoes all runs in a process per instruction set; what is there already is not made again."""
+    """Replays all runs in a process per instruction set, except those whose results exist."""
     found = {}
     for name, (environment, changes) in ELSEWHERE.items():
         path = out / f"{name.replace(' ', '-').replace(',', '')}-{runs[0].parent.name}.json"
@@ -114,13 +114,13 @@ def redone(replay: Replay, segment: Segment) -> dict[str, Tensor]:
 
 
 def forge(run: Path, other_run: Path, data: Path, segment: Segment) -> Iterator[tuple[str, float]]:
-    """Yields the error of each forgery of the end of a part, against the honest replay."""
+    """Yields the error of each forgery of the end of a segment, against the honest replay."""
     honest = open_run(run, data)
     before, honestly = read(segment.start, honest), redone(honest, segment)
     generator = torch.Generator().manual_seed(int(segment.end.stem))
 
     def noise(of: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A random direction, each tensor as long as it is in `of`."""
+        """Returns a random direction whose tensors have the same norms as those in `of`."""
         drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in of.items()}
         return {name: part * (of[name].norm() / part.norm().clamp_min(1e-30)) for name, part in drawn.items()}
 
@@ -139,7 +139,7 @@ def forge(run: Path, other_run: Path, data: Path, segment: Segment) -> Iterator[
         "its own, 5% noise": moved(honestly, noise(update), 0.05),
     }
     paths = {int(path.stem): path for path in checkpoint.saved(run / "state")}
-    if (beyond := 2 * last - first) in paths:  # half of the way to the checkpoint after the next
+    if (beyond := 2 * last - first) in paths:  # half of the way to the checkpoint after the segment's end
         forged["straight line"] = moved(before, moved(read(paths[beyond], honest), before, -1), 0.5)
     seed = honest.settings.seed
     for name, replay in (("other seed", open_run(run, data, seed=seed + 10)), ("other data", open_run(run, data))):

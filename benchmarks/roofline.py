@@ -1,4 +1,4 @@
-"""The tables of speed in docs/hardware.md: predicted from FLOPs and bytes, nothing is trained or measured.
+"""Prints the speed tables of docs/hardware.md, predicted from FLOPs and bytes; nothing is trained or measured.
 
 python benchmarks/roofline.py
 """

@@ -2,9 +2,9 @@
 
     python benchmarks/sample.py [--batch 16] [--steps 2] [--rounds 7]
 
-All have guidance and read 12 real tokens padded to 77; the router is a quarter as wide as an expert. Its network is
-run, but where it sends each sample is fixed and spread over all experts, as the prompts of a mixed batch are. The
-naive loop runs every expert on every sample, one pass for each half of guidance, and multiplies by the weights.
+All use guidance and read 12 real tokens padded to 77; the router is a quarter as wide as an expert. Its network is run,
+but its decisions are fixed and spread over all experts, as for the prompts of a mixed batch. The naive loop runs every
+expert on every sample, one pass for each half of guidance, and multiplies by the weights.
 """
 
 from side_by_side import CHANNELS, DEPTH, NUM_HEADS, PATCH, SIZE, TEXT_DIM, WIDTH  # isort: skip
@@ -31,7 +31,7 @@ NUM_EXPERTS, SCALE = 8, 4.0
 
 
 class SpreadRouter(Router):
-    """It does a router's work, and then sends sample i of the batch where table[i] says."""
+    """Does a router's work, but returns table[i] as the logits of sample i of the batch."""
 
     def __init__(self, config: RouterConfig, table: Tensor) -> None:
         super().__init__(config)
@@ -44,7 +44,7 @@ class SpreadRouter(Router):
 
 
 def make_router(batch: int) -> SpreadRouter:
-    """Sample i likes expert i mod 8 best; all have some weight for it."""
+    """Returns a router that prefers expert i mod 8 for sample i, with some weight on all others."""
     g = torch.Generator().manual_seed(0)
     table = torch.randn(batch, NUM_EXPERTS, generator=g)
     table[torch.arange(batch), torch.arange(batch) % NUM_EXPERTS] = 4.0

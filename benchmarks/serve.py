@@ -2,16 +2,16 @@
 
     python benchmarks/serve.py MODEL [--parts throughput theory latency remote soak kill] [--rounds 3] [--minutes 10]
 
-`throughput` has 16 clients against `atoll serve`, in turns with (a) one request at a time, (b) static batches that wait
-for the previous one to finish, as servers without step-level batching have them, and (c) the offline pipeline at
-batch 16. (a), (b) and (c) are function calls without HTTP, and make the same PNG files. `theory` measures what a step
-costs by the number of images, in CPU time, and simulates what scheduling can gain from that. `latency` has Poisson
-arrivals at 70% of what (b) can do for 16 clients. With `--added 20`, all experts of both sides are remote, behind a
-delay of 20 ms; with `--spread`, in processes of this machine; with `--clock cpu`, time is the CPU time of the work, for
-machines that have other work, without HTTP.
-`remote` has three experts in processes of their own, behind a delay. `soak` asks for twice the capacity; `kill` sends
-SIGKILL to a remote expert 20 times. Clients are streams of this one process, without a library of HTTP: server and
-clients share the machine.
+`throughput` runs 16 clients against `atoll serve`, in turns with (a) one request at a time, (b) static batches that
+wait for the previous one to finish, as in servers without step-level batching, and (c) the offline pipeline at batch
+16. (a), (b) and (c) are function calls without HTTP, and make the same PNG files. `theory` measures the CPU time of a
+step by the number of images, and simulates what scheduling can gain. `latency` has Poisson arrivals at 70% of the
+capacity of (b) for 16 clients. With `--added 20`, all experts of both sides are remote, behind a delay of 20 ms; with
+`--spread`, they are in separate processes of this machine; with `--clock cpu`, time is the CPU time of the work,
+without HTTP, for machines with other load.
+`remote` has three experts in separate processes, behind a delay. `soak` sends requests at twice the capacity; `kill`
+sends SIGKILL to a remote expert 20 times. Clients are streams of this one process, without an HTTP library, since they
+share the machine with the server.
 """
 
 import os
@@ -66,7 +66,7 @@ PROMPTS = ["a pink ghost with a yellow party hat", "a robot", "a green cat with 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a client asks for."""
+    """A client's request."""
 
     number: int
     steps: int = 20
@@ -78,7 +78,7 @@ class Ask:
 
     @property
     def kind(self) -> tuple[int, float]:
-        """Returns what is equal of requests that can be one static batch."""
+        """Returns the key of requests that can share a static batch."""
         return self.steps, self.guidance
 
     @property
@@ -96,7 +96,7 @@ def mixed(num: int, seed: int) -> list[Ask]:
 
 @contextmanager
 def command(*arguments: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Yields the URL of `atoll ARGUMENTS` and its process."""
+    """Starts `atoll ARGUMENTS`; yields its URL and process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "atoll", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -113,7 +113,7 @@ def command(*arguments: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 class StaticBatches:
-    """(b): requests of equal settings that wait are one batch, and the next begins when all of it is done."""
+    """(b): waiting requests of equal settings form a batch, and the next one starts when it is complete."""
 
     def __init__(self, pipe: AtollPipeline, largest: int) -> None:
         self.pipe, self.largest = pipe, largest
@@ -141,7 +141,7 @@ class StaticBatches:
                 done.set_result(time.perf_counter())
 
     def by_clients(self, asks: Sequence[Ask]) -> float:
-        """Returns the seconds that 16 clients need, each of which asks again when it has its answer."""
+        """Returns the seconds that 16 clients need, each of which sends its next request after the answer."""
         begin, todo, lock = time.perf_counter(), iter(asks), threading.Lock()
 
         def client() -> None:
@@ -157,7 +157,7 @@ class StaticBatches:
 
 
 def make(pipe: AtollPipeline, asks: Sequence[Ask]) -> list[bytes]:
-    """Makes images of equal settings as one batch, and files of them."""
+    """Samples images of equal settings as one batch; returns PNG files."""
     output = pipe(
         [ask.prompt for ask in asks], seed=[ask.number for ask in asks], num_inference_steps=asks[0].steps,
         guidance_scale=asks[0].guidance, batch_size=len(asks), progress=False,
@@ -180,7 +180,7 @@ class Reply:
 
 
 class Connection:
-    """A client that costs little: the machine is the server's. One connection, one request at a time."""
+    """A cheap client, since it shares the machine with the server: one connection, one request at a time."""
 
     def __init__(self, url: str) -> None:
         self.host, port = url.removeprefix("http://").split(":")
@@ -195,9 +195,9 @@ class Connection:
         return Reply(status, headers, content)
 
     async def begin(self, ask: Ask, **more: Any) -> tuple[int, dict[str, str], asyncio.StreamReader]:
-        """Sends a request, and returns what its answer begins with."""
+        """Sends a request, and returns the start of the response."""
         if self._streams is not None and self._streams[0].at_eof():
-            self.close()  # the server ends what is idle for long
+            self.close()  # the server closes idle connections
         if self._streams is None:
             self._streams = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
         reader, writer = self._streams
@@ -215,7 +215,7 @@ class Connection:
 
 
 class Connections:
-    """As many as are needed at a time, used again."""
+    """A pool of connections that grows as needed."""
 
     def __init__(self, url: str) -> None:
         self.url, self._free = url, list[Connection]()
@@ -232,7 +232,7 @@ class Connections:
 
 
 def by_clients(url: str, asks: Sequence[Ask], clients: int = CLIENTS) -> float:
-    """Returns the seconds that so many clients need, each with one request at a time."""
+    """Returns the seconds that this many clients need, each with one request at a time."""
 
     async def run() -> float:
         todo = iter(asks)
@@ -314,7 +314,7 @@ def cpu_times() -> list[int]:
 
 
 def stolen_share(before: Sequence[int]) -> float:
-    """Returns the share of time since then that the machine wanted to work and was not let by its host."""
+    """Returns the share of CPU time since `before` that the host withheld from this virtual machine (steal)."""
     ticks = [now - then for now, then in zip(cpu_times(), before, strict=True)]
     return ticks[7] / max(1, sum(ticks))
 
@@ -329,7 +329,7 @@ def todo_locked(todo: Iterator[Ask], lock: threading.Lock) -> Iterator[Ask]:
 
 
 def first_preview(url: str) -> None:
-    """Alone, and while 15 others are in flight."""
+    """Prints the time to the first preview, alone and with 15 other requests in flight."""
 
     async def run(others: int) -> tuple[float, float]:
         clients, client = Connections(url), Connection(url)
@@ -357,7 +357,7 @@ def first_preview(url: str) -> None:
 
 
 async def steps(url: str) -> tuple[float, float]:
-    """Returns how many steps the server has made, and their seconds."""
+    """Returns how many steps the server has done, and their total seconds."""
     text = (await asyncio.to_thread(httpx.get, f"{url}/metrics")).text
     count, total = (
         float(re.findall(rf"^atoll_step_seconds_{kind}{{.*}} (\S+)", text, re.M)[0]) for kind in ("count", "sum")
@@ -372,7 +372,7 @@ LOADS: dict[str, Callable[[int, int], list[Ask]]] = {
 
 
 class Steps(Observer):
-    """The CPU time of each step, by the number of images."""
+    """Records the CPU time of each step by the number of images."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, list[float]] = {}
@@ -386,7 +386,7 @@ class Steps(Observer):
 
 
 def theory(pipe: AtollPipeline) -> None:
-    """What a step costs, and what that leaves to scheduling."""
+    """Measures the cost of a step, and predicts from it what scheduling can gain."""
     observer = Steps()
     scheduler = Scheduler(pipe, Limits(images=CLIENTS), observer)
     print("\nCPU time of a step, ms, by the number of images (guidance 2, four prompts; each at a step of its own)")
@@ -416,7 +416,7 @@ def theory(pipe: AtollPipeline) -> None:
 
 
 def predict(cost: Cost, num: int = 4000) -> None:
-    """Prints p95 of static batches against others, all simulated with the same arrivals."""
+    """Prints the p95 latency of static batches against other policies, all simulated with the same arrivals."""
     print("p95 of static batches, simulated at 70% load, against that of")
     for name, asks_of in LOADS.items():
         asks = asks_of(num, 1)
@@ -439,9 +439,10 @@ def latency(
     model: str, pipe: AtollPipeline, loads: Sequence[str], seconds: float, seeds: Sequence[int], added: float,
     spread: bool,
 ) -> None:  # fmt: skip
-    """Arrivals at 70% of what static batches can do; `added` milliseconds delay all experts, which are remote then.
+    """Measures latency at 70% of the capacity of static batches.
 
-    With `spread`, experts of both sides are in processes of their own.
+    With `added`, all experts are remote, behind a delay of that many milliseconds; with `spread`, the experts of both
+    sides are in separate processes.
     """
     with ExitStack() as stack:
         flags: list[object] = ["--spread"] if spread else []
@@ -476,13 +477,13 @@ def latency(
 
 
 class Turns:
-    """Two clocks of CPU time: whoever is behind works, so that both meet the same other work on this machine."""
+    """Two CPU-time clocks: the side that is behind runs, so that both meet the same other load on this machine."""
 
     def __init__(self) -> None:
         self._now, self._changed = [0.0, 0.0], threading.Condition()
 
     def take(self, who: int, now: float) -> None:
-        """Waits until the other is not behind."""
+        """Waits until the other side is not behind."""
         with self._changed:
             self._now[who] = now
             self._changed.notify_all()
@@ -493,9 +494,10 @@ class Turns:
 
 
 class Clock:
-    """The CPU time of the thread that asks, and of experts in processes: of those of one step that of the longest.
+    """The CPU time of the calling thread, plus, for each step, that of experts in separate processes.
 
-    Or their mean over the cores, if that is more. So it shows what the clock would on a machine without other work.
+    Of the latter it adds the longest, or their sum divided by the cores if that is more: the time that the step would
+    take on an idle machine.
     """
 
     def __init__(self, experts: Collection[RemoteExpert] = ()) -> None:
@@ -508,7 +510,7 @@ class Clock:
 
     def _timed(self, expert: RemoteExpert, ask: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         def now() -> float:
-            # Linux: nanoseconds that the only thread of its process has run
+            # Linux: nanoseconds that the process's only thread has run
             with open(f"/proc/{expert._carrier._process.pid}/schedstat") as file:  # type: ignore[attr-defined]
                 return time.thread_time() + int(file.read().split()[0]) / 1e9
 
@@ -526,10 +528,10 @@ class Clock:
 
 
 class OnCpuClock(Observer):
-    """A scheduler whose requests arrive by a clock that shows the CPU time of its steps alone.
+    """A scheduler whose requests arrive by a clock that counts only the CPU time of its steps.
 
-    So other work on this machine matters less. Where nothing is in flight, the clock jumps to the next arrival. PNG
-    files are made by the scheduler's thread, and count; HTTP does not, as it does not for static batches.
+    So other load on this machine matters less. If nothing is in flight, the clock jumps to the next arrival. Encoding
+    PNG files in the scheduler's thread counts; HTTP does not, just as for static batches.
     """
 
     def __init__(
@@ -583,7 +585,7 @@ class OnCpuClock(Observer):
 def latency_on_cpu_clock(
     model: str, pipe: AtollPipeline, loads: Sequence[str], num: int, seeds: Sequence[int], spread: bool
 ) -> None:
-    """Arrivals at 70% of what static batches can do; time is the CPU time of the work."""
+    """Measures latency at 70% of the capacity of static batches, with the CPU time of the work as the clock."""
     pipes, clocks = (pipe, pipe), (Clock(), Clock())
     if spread:
         experts = [spread_here(Path(model), {"device": "cpu"}, CLIENTS) for _ in range(2)]
@@ -651,14 +653,14 @@ def _open_loop_static(static: StaticBatches, asks: Sequence[Ask], arrivals: Sequ
 
 @contextmanager
 def owners(model: str, numbers: Sequence[int]) -> Iterator[dict[int, str]]:
-    """Yields the URLs of these experts, each in a process of its own."""
+    """Serves these experts, each in its own process; yields their URLs."""
     with ExitStack() as stack:
         yield {k: stack.enter_context(command("serve-expert", f"{model}/expert_{k}", "--port", 0))[0] for k in numbers}
 
 
 @contextmanager
 def delayed(urls: dict[int, str], delay: float) -> Iterator[dict[int, str]]:
-    """Yields the URLs of proxies that add half of `delay` each way, all in one process that has nothing else to do."""
+    """Yields the URLs of proxies that add half of `delay` each way, all in one separate process."""
     here, there = get_context("spawn").Pipe()
     ports = [int(url.rsplit(":")[-1]) for url in urls.values()]
     process = get_context("spawn").Process(target=_proxy, args=(ports, delay, there), daemon=True)
@@ -693,7 +695,7 @@ def _proxy(ports: Sequence[int], delay: float, tell: ProcessPipe) -> None:
 
 
 def remote(model: str, pipe: AtollPipeline, rounds: int) -> None:
-    """Three experts with their owners, one here; the same images, and what the way costs."""
+    """Compares three remote experts and a local one with all local: equal images, and the cost of the network."""
     asks = [Ask(i) for i in range(CLIENTS)]
     owned = list(range(1, min(4, pipe.index.num_experts)))
     with ExitStack() as stack:
@@ -728,7 +730,7 @@ def remote(model: str, pipe: AtollPipeline, rounds: int) -> None:
 
 @dataclass
 class Soak:
-    """What happened to requests at twice the capacity."""
+    """The outcomes of requests at twice the capacity."""
 
     url: str
     pid: int
@@ -752,7 +754,7 @@ class Soak:
                 self.kept.append((ask, content))
 
     async def run(self, rate: float, seconds: float) -> int:
-        """Returns how many were sent."""
+        """Returns how many requests were sent."""
         rng, sent, at, begin = random.Random(4), 0, 0.0, time.perf_counter()
         tasks: set[asyncio.Task[None]] = set()
         clients = Connections(self.url)
@@ -774,7 +776,7 @@ class Soak:
 
 
 def soak(model: str, pipe: AtollPipeline, minutes: float) -> None:
-    """Arrivals at twice the capacity: bounded memory, quick refusals, no answer lost or mixed up."""
+    """Checks arrivals at twice the capacity: bounded memory, quick refusals, no response lost or mixed up."""
     with command("serve", f"m={model}", "--port", 0) as (url, process):
         asks = mixed(6 * CLIENTS, 3)
         by_clients(url, asks)
@@ -799,8 +801,8 @@ def soak(model: str, pipe: AtollPipeline, minutes: float) -> None:
 
 
 def kill(model: str, kills: int, requests: int) -> None:
-    """SIGKILL to a remote expert, again and again; all images finish, and those affected say so."""
-    processes = get_context("forkserver")  # so that it is back in a moment, not after an import of torch
+    """Sends SIGKILL to a remote expert repeatedly; checks that all images finish, and that affected ones say so."""
+    processes = get_context("forkserver")  # restarts at once, without importing torch again
     processes.set_forkserver_preload(["atoll.serving.owner"])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -865,19 +867,19 @@ def _own(folder: str, port: int) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """Returns a process and all that it has started."""
+    """Returns a process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(one for child in children for one in family(int(child)))]
 
 
 def rss(pid: int) -> float:
-    """Returns the memory of a process and of those that it has started, in MB."""
+    """Returns the memory of a process and its descendants, in MB."""
     pages = sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in family(pid))
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU time of a process and of those that it has started, so far."""
+    """Returns the CPU time of a process and its descendants so far."""
     fields = [Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split() for one in family(pid)]
     return sum(int(own[11]) + int(own[12]) for own in fields) / os.sysconf("SC_CLK_TCK")
 

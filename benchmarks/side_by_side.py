@@ -1,7 +1,7 @@
-"""What the benchmarks share: Atoll's expert and diffusers' PixArt transformer of one shape, timed in turns.
+"""Shared by benchmarks: Atoll's expert and diffusers' PixArt transformer of the same shape, timed in turns.
 
-The machine may be noisy, so each round runs every contestant once, one right after the other, and what is
-reported is the median over rounds of the ratio within a round.
+The machine may be noisy, so each round runs every contestant once, in succession, and the report is the median over
+rounds of the ratio within a round.
 """
 
 import os
@@ -89,7 +89,7 @@ def call_pixart(model: Any, inputs: Inputs) -> Tensor:
 
 
 def take_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round."""
+    """Returns the seconds of each contestant in each round."""
     for run in contestants.values():
         run()
         run()
@@ -103,7 +103,7 @@ def take_turns(contestants: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def ratio(above: list[float], below: list[float]) -> str:
-    """The median of the ratios within rounds, with the middle half of them."""
+    """Returns the median of the ratios within rounds, with their interquartile range."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     if len(ratios) == 1:
         return f"{ratios[0]:.2f} (one round)"
@@ -112,9 +112,9 @@ def ratio(above: list[float], below: list[float]) -> str:
 
 
 def matrix_products(run: Callable[[], object], backward: bool) -> Callable[[], None]:
-    """A function that does the bare matrix products of `run`, at its shapes and in its order, and nothing else.
+    """Returns a function that does only the matrix products of `run`, with its shapes and in its order.
 
-    Linear layers and attention count; with `backward`, so do the products of their gradients that are asked for.
+    These are linear layers and attention; with `backward`, also the products of their required gradients.
     """
     linears: list[tuple[int, int, int, bool]] = []
     attentions: list[tuple[torch.Size, torch.Size]] = []

@@ -1,11 +1,11 @@
-"""Which conversion of DDPM experts is best, and why do metrics disagree? Images of `atoll reproduce table3`, looked at.
+"""Which conversion of DDPM experts is best, and why do metrics disagree? Spectra of images of `atoll reproduce table3`.
 
     atoll reproduce table3 --data fashion-mnist --pretrain mnist --out fashion
     python benchmarks/spectra.py fashion --out spectra
 
-Rings of the Fourier transform of grey images less their mean, over those of held-out originals: above 1 is too much
-power (grain), below 1 too little (smooth). Beside them: Frechet and kernel distance, also after a blur of one pixel of
-samples and reference alike, which takes hard edges away and leaves the rest. Mean and deviation over training seeds.
+The power in rings of the Fourier transform of grey images minus their mean, relative to held-out originals: above 1 is
+too much power (grain), below 1 too little (smooth). Also Frechet and kernel distance, without and with a blur of one
+pixel of samples and reference, which removes hard edges and little else. Mean and deviation over training seeds.
 """
 
 import os
@@ -27,7 +27,7 @@ from atoll.metrics.kernel import kernel_distance
 from atoll.plots.canvas import save_image
 from atoll.plots.contact_sheet import draw_samples
 
-SHOWN = ("FM", "DDPM to FM")  # rows whose names begin so
+SHOWN = ("FM", "DDPM to FM")  # prefixes of the rows' names
 HEADS = ("FD", "KD", "FD, blurred", "KD, blurred")
 PIXELS, FEATURES = "simple", "efficientnet:96"  # of FD, and of KD
 
@@ -62,7 +62,7 @@ def main() -> None:
     studies = [get_studies([given.study], Lab(given.folder, recipe, seed))[given.study] for seed in range(given.seeds)]
     originals = next((str(path) for path in (given.folder / "pictures").glob("*.tar")), None)
     settings = recipe.plan.metric_settings("cpu", originals=originals)
-    # What `reproduce` has made and measured is read, not made again.
+    # Reads the images and features that `reproduce` has cached.
     evaluation = Evaluation(studies[0].data, given.folder / "evaluation", settings, studies[0].cluster, progress=False)
     networks, real = evaluation.suite.networks, evaluation.reference.load()
     references = [{spec: network.extract(tensor_of(images)).numpy() for spec, network in networks.items()}

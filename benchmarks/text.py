@@ -1,4 +1,4 @@
-"""Whether a text encoder that knows what words mean helps: prompts with words that no caption of the data has.
+"""Does a text encoder that knows what words mean help with prompts whose words are in no caption of the data?
 
     atoll fetch fashion-mnist --num 5000 --out images
     python benchmarks/text.py --fashion images/fashion-mnist.tar --out run      # about 20 minutes of one core
@@ -47,7 +47,7 @@ KINDS = {"cat": "kitten", "robot": "android", "frog": "toad", "ghost": "phantom"
 
 
 def train(source: Sequence[str], name: str, text: str, seed: int, steps: int, out: Path) -> tuple[Dataset, Path]:
-    """Returns the data set and the model; what is there already is not made again."""
+    """Returns the data set and the model, made unless they exist."""
     suffix = text.replace(":", "-")
     data, run, model = (out / f"{part}-{suffix}" for part in (name, f"run-{name}-{seed}", f"model-{name}-{seed}"))
     if not (data / "dataset.json").exists():

@@ -1,10 +1,10 @@
-"""What the training loop costs beside the bare step, and whether two processes are better than two threads.
+"""The overhead of the training loop over the bare step, and two processes against two threads.
 
     python benchmarks/train.py [--rounds 15] [--steps 10]
 
 The loop reads its rows from shards, draws noise, encodes the texts, skips bad steps, updates the EMA and writes
-metrics. The bare step is that of train_step.py, on tensors that are there already. Both are the expert of
-side_by_side.py but for 3 channels: d = 256, 6 blocks, 64 image tokens, captions of `shapes` in 77 places of 768.
+metrics. The bare step is that of train_step.py, on tensors in memory. Both train the expert of side_by_side.py but with
+3 channels: d = 256, 6 blocks, 64 image tokens, captions of `shapes` as 77 tokens of width 768.
 """
 
 from side_by_side import DEPTH, WIDTH, ratio  # isort: skip
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 class Interrupted(ExpertTask):
-    """Takes a bare step before each of the loop's own, and the time of both."""
+    """Does a bare step before each of the loop's, and times both."""
 
     def start(self, step: Callable[[], object]) -> None:
         self.step, self.end = step, time.perf_counter()
@@ -74,7 +74,7 @@ def loop_against_step(data: Path, folder: Path, rounds: int, batch: int) -> None
 
 
 def processes_against_threads(data: Path, folder: Path, rounds: int, steps: int, batch: int) -> None:
-    """The seconds of two experts with one thread each, side by side, and of one expert with two, twice as long."""
+    """Compares two experts with one thread each, in parallel, with one expert with two threads for twice the steps."""
     turns: list[tuple[float, float]] = []
     for turn in range(rounds):
         apart = [_start(data, folder / f"{turn}-{k}", k, steps, 1, batch) for k in (0, 1)]
@@ -102,7 +102,7 @@ def _seconds(process: subprocess.Popen[str]) -> float:
 
 
 def work(data: Path, out: Path, cluster: int, threads: int, steps: int, batch: int) -> None:
-    """Train, and print the seconds that it took after the first step."""
+    """Trains an expert, and prints the seconds of all steps but the first two."""
     settings = ExpertSettings(
         model=MODEL, batch=batch, steps=steps + 2, threads=threads, sample_every=0, log_every=1, eval_every=10**6
     )

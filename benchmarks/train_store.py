@@ -2,8 +2,8 @@
 
     python benchmarks/train_store.py s3://bucket/data [--cluster 0] [--model mini] [--steps 400] [--rounds 2]
 
-The data is partitioned. Each run from the store begins with an empty cache, so the copy of the cluster is within the
-time that is measured; the local runs read a copy that is made before. Both verify every shard before the first step.
+The data is partitioned. Each run from the store starts with an empty cache, so downloading the cluster is part of the
+measured time; the local runs read a copy made beforehand. Both verify every shard before the first step.
 
 SeaweedFS on the same two cores, nothing else running, 6000 avatars in 4 clusters, `--steps 150 --batch 32`: 26.8 and
 26.1 s from the disk, 26.4 and 26.5 s from the store: 1.00x.
@@ -39,7 +39,7 @@ def main() -> None:
         download(place_of(args.url), local)
 
         def seconds(data: object, name: str) -> tuple[float, float]:
-            """Of the clock, and of the processor, which the rest of the machine disturbs less."""
+            """Returns wall-clock and CPU seconds; other load disturbs the latter less."""
             flags = ["--cluster", args.cluster, "--steps", args.steps, "--batch", args.batch]
             flags += ["--model", args.model, "--sample-every", "0"]
             command = [sys.executable, "-m", "atoll", "train", data, *flags, "--out", f"{home}/{name}"]

@@ -1,1 +1,1 @@
-"""What runs many jobs."""
+"""Engines, which run many jobs on one machine or on a cluster."""

@@ -1,7 +1,7 @@
-"""What an engine is: it runs jobs to their end, wherever it finds the resources for them.
+"""The interface of engines, which run jobs to completion wherever there are resources, and what they share.
 
-`local` and `ray` differ in where a job's process starts. What becomes of it is decided here: one that crashes or is
-lost is restarted, one that makes a mistake is not, and all are shown in one table.
+`local` and `ray` differ in where a job's process starts. Supervision is here: processes that crash or are lost are
+restarted, those that exit with a user error are not, and all are shown in one table.
 """
 
 import math
@@ -21,23 +21,23 @@ from atoll.processes import stop_signals
 from atoll.storage import read_json, reason_of
 from atoll.training.metrics_log import read_metrics
 
-MAX_RESTARTS = 3  # in a row, without a step further than before
-MAX_LOSSES = 20  # the same, of workers and nodes that were lost: seldom the job's fault
-LOOK_EVERY = 0.2  # seconds between looks at the processes
-TELL_EVERY = 10.0  # seconds between lines where there is no terminal
-GRACE = 60.0  # seconds to save a checkpoint in, before a process is killed
-TAIL = 1 << 13  # bytes of metrics or of a log that are looked at
-LARGEST = 1e30  # of a figure that is shown
+MAX_RESTARTS = 3  # restarts in a row without progress
+MAX_LOSSES = 20  # the same for lost workers and nodes, which are seldom the job's fault
+LOOK_EVERY = 0.2  # seconds between polls of the processes
+TELL_EVERY = 10.0  # seconds between lines of progress without a terminal
+GRACE = 60.0  # seconds for saving a checkpoint before a process is killed
+TAIL = 1 << 13  # bytes read from the end of metrics and logs
+LARGEST = 1e30  # figures from here on are not shown
 
 Function = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job has for itself while it runs, all on one machine."""
+    """The resources that a job reserves while it runs, all on one machine."""
 
     cpus: int = 1
-    gpus: int | None = None  # None: one where there are any
+    gpus: int | None = None  # None: one if there are any
 
     def __post_init__(self) -> None:
         if self.cpus < 1 or (self.gpus or 0) < 0:
@@ -49,7 +49,7 @@ USUAL = Resources()
 
 @dataclass(frozen=True)
 class Job:
-    """A command that trains, done when FOLDER/run.json says so. To resume is to run it again."""
+    """A training command, done when FOLDER/run.json says so. Running it again resumes it."""
 
     name: str
     command: list[str]
@@ -57,38 +57,38 @@ class Job:
     steps: int
     resources: Resources = USUAL
     environment: Mapping[str, str] = field(default_factory=dict)
-    is_shared: bool = True  # whether this machine and the node that it runs on must see the same folder
+    is_shared: bool = True  # whether this machine and the node that runs it must share the folder
 
 
 class Engine(Protocol):
-    """Runs jobs, or a function on many items, on one machine or on many."""
+    """Runs jobs, or maps a function over items, on one machine or many."""
 
     def run(self, jobs: Sequence[Job], progress: bool = True) -> list["Run"]:
-        """Sees all jobs through, as many at a time as there are resources for; a crash disturbs no other job.
+        """Runs all jobs to completion, as many in parallel as resources allow; a crash does not affect other jobs.
 
-        Ctrl-C and SIGTERM let every job save a checkpoint, and end in KeyboardInterrupt. Jobs that fail for good are
-        raised as one InputError when all others have ended.
+        On Ctrl-C or SIGTERM, every job saves a checkpoint, and KeyboardInterrupt is raised. If jobs fail for good, one
+        InputError is raised after all others have ended.
         """
 
     def map(
         self, function: Function, items: Iterable[Any], resources: Resources = USUAL, then: Function | None = None
     ) -> Iterator[Any]:
-        """Yields function(item) of each item, in order; few are read ahead of what is taken.
+        """Yields function(item) of each item, in order; only a few items are read ahead.
 
-        Each is computed in another process, perhaps again if that dies: what it writes must be written whole. An
-        InputError that the function raises is raised here. `then` is called with what the function returns. Where
-        there are GPUs that is the work of processes which keep one each, and the function has CPUs alone.
+        Each call runs in another process, and may be repeated if that dies, so it must write files atomically. An
+        InputError that the function raises is raised here. `then` is applied to the function's result; where there
+        are GPUs, an engine may run it in processes that each keep a GPU, and the function on CPUs alone.
         """
 
 
 def encode(engine: Engine, read: Function, items: Iterable[Any], then: Function | None = None) -> Iterator[Any]:
-    """Yields what an engine makes of items of `prepare`: reading alone needs no GPU."""
+    """Maps `read`, and then `then`, over the items of `prepare`; reading alone reserves no GPU."""
     return engine.map(read, items, Resources(gpus=None if then else 0), then)
 
 
 @dataclass(frozen=True)
 class Both:
-    """Calls one function with what another returns, in one process."""
+    """Composes two functions, to run both in one process."""
 
     function: Function
     then: Function
@@ -98,31 +98,31 @@ class Both:
 
 
 class Look(NamedTuple):
-    """What can be seen of a job's process."""
+    """The observed state of a job's process."""
 
-    code: int | None  # None while it runs
+    code: int | None  # exit code; None while it runs
     metrics: Mapping[str, float]
     complete: bool  # whether run.json says so
     last_words: str
-    loss: str = ""  # in words, where not the process ended but what it ran on
+    loss: str = ""  # why it was lost, if its worker or node ended rather than the process
 
 
 class Process(Protocol):
-    """A job's command, at work or about to be."""
+    """The process of a job, running or about to start."""
 
     def look(self) -> Look | None:
-        """Returns what can be seen of it, None as long as it waits for resources."""
+        """Returns its state, or None while it waits for resources."""
 
     def send(self, number: int) -> None:
-        """Has it save a checkpoint and end (SIGTERM), or ends it with all that it has started (SIGKILL)."""
+        """Makes it save a checkpoint and end (SIGTERM), or kills it with its children (SIGKILL)."""
 
 
 Start = Callable[[Job, str], Process | None]
-"""Starts a job, after a note in its log; returns None if there is no room for it yet, raises OSError if it cannot."""
+"""Writes a note to a job's log and starts it; returns None if no resources are free, raises OSError on failure."""
 
 
 def run_jobs(jobs: Sequence[Job], start: Start, progress: bool = True) -> list["Run"]:
-    """Sees all jobs through: see Engine.run."""
+    """Runs all jobs to completion, as described in Engine.run."""
     runs = [Run(job) for job in jobs]
     table = _Table(runs, progress)
     deadline = math.inf
@@ -131,7 +131,7 @@ def run_jobs(jobs: Sequence[Job], start: Start, progress: bool = True) -> list["
             for run in runs:
                 if run.is_pending and not signals:
                     run.start(start)
-            # Two signals at once are one wish: shells and launchers often pass on what the process got already.
+            # Signals at about the same time count as one: shells and launchers often forward what the process got.
             insists = bool(signals) and signals[-1].time - signals[0].time > 1
             for run in runs:
                 if insists or time.monotonic() > deadline:
@@ -155,7 +155,7 @@ def run_jobs(jobs: Sequence[Job], start: Start, progress: bool = True) -> list["
 
 
 def latest_metrics(folder: Path) -> dict[str, float]:
-    """Returns the newest figures of a run, from a log that another process writes and cuts when it resumes."""
+    """Returns the newest figures of a run, from a log that another process writes, and truncates when it resumes."""
     values: dict[str, float] = {}
     with suppress(InputError):
         for line in read_metrics(folder, TAIL):
@@ -164,7 +164,7 @@ def latest_metrics(folder: Path) -> dict[str, float]:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Returns whether run.json says so, and for as many steps as are wanted now."""
+    """Returns whether run.json says that the run is complete, for at least this many steps."""
     try:
         about = read_json(folder / "run.json", "")
     except InputError:
@@ -174,7 +174,7 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 
 class Run:
-    """A job, and what has become of it so far: waiting, running, stopping, stopped, failed or done."""
+    """A job and its status: waiting, running, restarting, stopping, stopped, failed or done."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.log = job, job.folder / "log.txt"
@@ -182,7 +182,7 @@ class Run:
         self.process: Process | None = None
         self.metrics: Mapping[str, float] = latest_metrics(job.folder)
         self.status = "done" if is_complete(job.folder, job.steps) else "waiting"
-        self.restarts = self._restarts_in_vain = 0  # the latter since a step was further than before
+        self.restarts = self._restarts_in_vain = 0  # the latter since the last progress
         self._furthest = self.step
 
     @property
@@ -191,7 +191,7 @@ class Run:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has yet to be started, or started again."""
+        """Returns whether the job has yet to be started or restarted."""
         return self.process is None and self.status in ("waiting", "restarting")
 
     def start(self, start: Start) -> None:
@@ -202,7 +202,7 @@ class Run:
         self.look()
 
     def look(self) -> None:
-        """Notes how far the process is, and if it has ended, what that means."""
+        """Updates the metrics, and the status if the process has ended."""
         look = None if self.process is None else self.process.look()
         if look is None:
             return
@@ -236,7 +236,7 @@ class Run:
 
     @property
     def figures(self) -> str:
-        """Returns the newest figures for people, or why it has failed."""
+        """Returns the newest figures as text, or why the job failed."""
         if self.status == "failed":
             return printable(self.reason)
         loss, speed, seconds = (self.metrics.get(name) for name in ("loss", "samples_per_second", "seconds"))
@@ -255,7 +255,7 @@ def _cause(code: int) -> str:
 
 
 class _Table:
-    """Progress: on a terminal a bar per job, elsewhere a line per job whose status is new or, seldom, that runs."""
+    """Shows progress: on a terminal a bar per job, otherwise a line when a job's status changes and every 10 s."""
 
     def __init__(self, runs: list[Run], progress: bool) -> None:
         self.runs, self._lines = runs, progress and not sys.stderr.isatty()
@@ -279,7 +279,7 @@ class _Table:
     def show(self) -> None:
         is_time = self._lines and time.monotonic() - self._last >= TELL_EVERY
         self._last = time.monotonic() if is_time else self._last
-        with suppress(OSError):  # a terminal or pipe that is gone must not end a training
+        with suppress(OSError):  # losing the terminal or pipe must not end training
             for i, (run, bar) in enumerate(zip(self.runs, self._bars, strict=True)):
                 restarted = run.status in ("running", "restarting") and run.restarts
                 status = f"restarted {run.restarts}x" if restarted else run.status

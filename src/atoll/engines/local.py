@@ -1,7 +1,7 @@
-"""The local engine: jobs as processes of this machine.
+"""The local engine: runs jobs as processes of this machine.
 
-The processes share nothing, here no more than on machines far apart. What is seen of them is read from the files that
-each run writes anyway: FOLDER/metrics.jsonl, and FOLDER/run.json, which says in the end that the run is complete.
+The processes share nothing, just as on separate machines. Their state is read from the files that each run writes:
+FOLDER/metrics.jsonl, and FOLDER/run.json, which says in the end that the run is complete.
 """
 
 import os
@@ -37,14 +37,14 @@ from atoll.storage import open_regular
 from atoll.training.metrics_log import read_tail
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-"""Of a process, unless its job says otherwise. Unbuffered, or one that is killed takes its last words with it."""
+"""The environment of a process, which its job may override. Unbuffered, so that a killed process's output is kept."""
 
 Slot = Mapping[str, str]
-"""The resources of one process at a time: the environment variables that give it GPUs."""
+"""The resources of one process: the environment variables that assign GPUs to it."""
 
 
 class Local:
-    """One job per GPU at a time, or per core where there is none, or as many as `at_a_time` says."""
+    """Runs one job per GPU in parallel, or per core if there is no GPU, or `at_a_time` jobs."""
 
     def __init__(self, device: str = "auto", at_a_time: int | None = None) -> None:
         self.device, self.at_a_time = device, at_a_time
@@ -86,7 +86,7 @@ class Local:
 
 
 def in_order(submit: Function, result: Function, items: Iterable[Any], ahead: int) -> Iterator[Any]:
-    """Yields the result of each item that was submitted, with at most `ahead` of them under way."""
+    """Submits items and yields their results in order, with at most `ahead` in flight."""
     rest = iter(items)
     waiting = [submit(item) for item in islice(rest, ahead)]
     while waiting:
@@ -95,21 +95,21 @@ def in_order(submit: Function, result: Function, items: Iterable[Any], ahead: in
 
 
 def _begin(environments: "SimpleQueue[dict[str, str]]") -> None:
-    """Begins a process of a pool: it has a GPU of its own where there are any, and ends when its parent does."""
+    """Initialises a process of a pool, which has its own GPU if there are any, and ends when its parent does."""
     import torch
 
     os.environ.update(environments.get())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     die_with_parent()
 
 
 def find_slots(device: str = "auto", resources: Resources = USUAL) -> list[Slot]:
-    """Returns one slot per GPU for auto and cuda, one in all for cuda:N, one per core for cpu and without GPUs.
+    """Returns one slot per GPU for auto and cuda, a single one for cuda:N, one per core for cpu and without GPUs.
 
-    If a job needs several GPUs or cores, there are as many times fewer.
+    If a job needs several GPUs or cores, there are correspondingly fewer slots.
     """
-    import torch  # not above: the actors of the Ray engine, which need no torch, would wait for it
+    import torch  # here: the Ray engine's actors import this module and do not need torch
 
     if device.startswith("cuda:"):
         return [{}]
@@ -126,13 +126,13 @@ def find_slots(device: str = "auto", resources: Resources = USUAL) -> list[Slot]
 
 
 class LocalProcess:
-    """A job's command as a process of this machine."""
+    """A job's process on this machine."""
 
     def __init__(self, job: Job, slot: Slot, note: str = "") -> None:
         self.job, self.log = job, job.folder / "log.txt"
         job.folder.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(self.log):
-            open_regular(self.log).close()  # no FIFO, and no link to a file of somebody else's
+            open_regular(self.log).close()  # refuses FIFOs, and links that someone put there
         with self.log.open("ab", buffering=0) as log:
             log.write(note.encode())
             self._log_start = log.tell()
@@ -142,17 +142,17 @@ class LocalProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C at the terminal is for this process, which passes it on in order
+                start_new_session=True,  # Ctrl-C at the terminal goes to this process alone, which forwards it
             )
 
     def look(self) -> Look:
-        code = self.popen.poll()  # before the figures are read: then none of them comes later
+        code = self.popen.poll()  # polled before reading the metrics, so that those of an ended process are complete
         complete = code == 0 and is_complete(self.job.folder, self.job.steps)
         words = "" if code is None else self._last_words()
         return Look(code, latest_metrics(self.job.folder), complete, words)
 
     def _last_words(self) -> str:
-        """Returns the last line that the process has written."""
+        """Returns the last line that the process wrote."""
         try:
             text = read_tail(self.log, TAIL, self._log_start).decode("utf-8", "replace")
         except OSError:

@@ -1,7 +1,7 @@
-"""The Ray engine: the same jobs on the nodes of a cluster, where Ray finds room for them.
+"""The Ray engine: runs the same jobs on the nodes of a cluster, wherever Ray finds resources.
 
-Each job has an actor, which holds the job's resources and starts its process on its node. If actor or node die, the
-process saves a checkpoint if it still can and ends, and the job starts again elsewhere.
+Each job has an actor, which reserves its resources and starts its process on a node. If the actor or node dies, the
+process saves a checkpoint, if it still can, and ends; the job is restarted elsewhere.
 """
 
 import os
@@ -22,15 +22,15 @@ from atoll.engines.local import LocalProcess, in_order
 from atoll.errors import InputError
 from atoll.storage import alone, reason_of
 
-LOST = -1  # the exit code of a process whose actor or node is gone
-PATIENCE = 120.0  # seconds for a node to say what is installed there
+LOST = -1  # exit code of a process whose actor or node is gone
+PATIENCE = 120.0  # seconds for a node to report its versions
 
 
 class Ray:
-    """A Ray cluster: jobs run where their resources are, map's items on all nodes."""
+    """Runs jobs and maps functions on a Ray cluster."""
 
     def __init__(self, address: str | None = None, device: str = "auto", at_a_time: int | None = None) -> None:
-        from atoll.encoders.pretrained import require  # not above: actors, which need no torch, would wait for it
+        from atoll.encoders.pretrained import require  # here: it imports torch, which actors do not need
 
         self.ray, self.device, self.at_a_time = require("ray", "ray"), device, at_a_time
         if not self.ray.is_initialized():
@@ -41,7 +41,7 @@ class Ray:
         address = address or os.environ.get("RAY_ADDRESS")
         try:
             if address and (place := re.search(r"([^/]+):(\d{1,5})$", address)):
-                # Ray itself would wait for many minutes.
+                # Tests the connection first, since Ray itself would wait for many minutes.
                 socket.create_connection((place[1].strip("[]"), int(place[2])), timeout=10).close()
             self.ray.init(address or "auto", log_to_driver=False, logging_level="error")
         except (OSError, ValueError, OverflowError, RuntimeError) as error:
@@ -51,10 +51,10 @@ class Ray:
             ) from error
 
     def _check_nodes(self) -> None:
-        """Refuses a cluster with a node that would train something else, or nothing."""
+        """Raises an InputError if a node has other versions of Python, torch or atoll."""
         wanted = {"Python": platform.python_version(), "torch": version("torch"), "atoll": version("atoll")}
 
-        def find() -> dict[str, str]:  # travels by value: a node may have nothing of ours
+        def find() -> dict[str, str]:  # a closure, which is sent by value: a node may not have atoll
             import importlib.metadata
             import platform
 
@@ -77,7 +77,7 @@ class Ray:
             try:
                 versions = self.ray.get(answer, timeout=PATIENCE)
             except self.ray.exceptions.RayError:
-                continue  # a node that is gone by now is asked for nothing
+                continue  # the node is gone, so it will not be used
             for name, needed in wanted.items():
                 if versions[name] != needed:
                     has = f"{name} {versions[name]}" if versions[name] else f"no {name}"
@@ -87,7 +87,7 @@ class Ray:
                     )
 
     def needed(self, resources: Resources) -> dict[str, float]:
-        """Returns what Ray reserves for a job; refuses what no node has."""
+        """Returns the resources that Ray reserves for a job; raises an InputError if no node has them."""
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         has_gpus = self.device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
         gpus = int(has_gpus) if resources.gpus is None else resources.gpus
@@ -124,7 +124,7 @@ class Ray:
         num_workers = max(1, int(self.ray.cluster_resources().get("CPU", 1) // resources.cpus))
         encoders: list[_Encoder] = []
         if then is not None and gpus:
-            free = self.ray.available_resources().get("GPU", 0)  # those of other jobs are not waited for
+            free = self.ray.available_resources().get("GPU", 0)  # does not wait for GPUs of other jobs
             sent = self.ray.put(then)
             encoders = [_Encoder(self.ray, sent, gpus) for _ in range(max(1, int(free // gpus)))]
             num_workers += len(encoders)
@@ -136,7 +136,7 @@ class Ray:
 
         def submit(item: Any) -> Any:
             reference = task.remote(here, shared, item)
-            # What was read stays in the object store of its node until an encoder fetches it.
+            # Results of reading stay in their node's object store until an encoder fetches them.
             return min(encoders, key=lambda encoder: encoder.num_waiting).submit(reference) if encoders else reference
 
         def result(reference: Any) -> Any:
@@ -158,7 +158,7 @@ class Ray:
 
 
 def _call(folder: str, function: Function, item: Any) -> Any:
-    """Runs on a node: the function, in the folder that relative paths are meant in."""
+    """Runs on a node: calls the function in the folder that relative paths refer to."""
     import torch
 
     torch.set_num_threads(1)
@@ -168,7 +168,7 @@ def _call(folder: str, function: Function, item: Any) -> Any:
 
 
 class Caller:
-    """Runs on a node: a function that loads a network the first time, and keeps it."""
+    """Runs on a node: an actor for a function that loads a network at the first call and keeps it."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -178,7 +178,7 @@ class Caller:
 
 
 class _Encoder:
-    """An actor that keeps GPUs for a function. Should it die, Ray starts it again and repeats what it had not done."""
+    """An actor that keeps GPUs for a function. If it dies, Ray restarts it and repeats its unfinished calls."""
 
     def __init__(self, ray: Any, function: Any, gpus: float) -> None:
         options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": MAX_LOSSES}
@@ -202,11 +202,11 @@ class _Encoder:
 
 
 class Actor:
-    """Runs on a node: a job's process, and what can be seen of it."""
+    """Runs on a node: starts a job's process and reports its state."""
 
     def start(self, job: Job, note: str, here: Path, python: str) -> Look:
         with suppress(OSError):
-            os.chdir(here)  # a node that does not share the folder has absolute paths alone
+            os.chdir(here)  # on a node that does not share the folder, only absolute paths work
         if job.is_shared and not job.folder.is_dir():
             raise OSError(
                 f"the node {socket.gethostname()} does not see {job.folder}, give --out in a folder that all nodes "
@@ -225,7 +225,7 @@ class Actor:
 
 
 def _wait_until_free(folder: Path) -> None:
-    """Waits for the process of a lost actor, which is given time to save a checkpoint."""
+    """Waits until the process of a lost actor has saved a checkpoint and released the folder."""
     deadline = time.monotonic() + GRACE
     while folder.exists() and time.monotonic() < deadline:
         try:
@@ -236,7 +236,7 @@ def _wait_until_free(folder: Path) -> None:
 
 
 class RayProcess:
-    """A job's process, wherever it is: what its actor last said of it."""
+    """A job's process on some node, with the state that its actor last reported."""
 
     def __init__(self, ray: Any, job: Job, note: str, here: Path, needed: Mapping[str, float]) -> None:
         self.ray, self.has_ended = ray, False
@@ -263,12 +263,12 @@ class RayProcess:
         return self._seen
 
     def _end(self, look: Look) -> None:
-        """Gives the resources back."""
+        """Records the final state and releases the resources."""
         self._seen, self.has_ended = look, True
         self.ray.kill(self._actor)
 
     def send(self, number: int) -> None:
-        if self._seen is None:  # it has not begun
+        if self._seen is None:  # it has not started
             self._end(Look(LOST, {}, False, "", "stopped"))
         else:
             self._actor.send.remote(number)

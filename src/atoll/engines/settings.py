@@ -1,4 +1,4 @@
-"""Where jobs run: what one can set by flags."""
+"""Settings of engines, from flags."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 from atoll.config import check_choices
 from atoll.errors import InputError
 
-if TYPE_CHECKING:  # imported when it is needed: `atoll --help` must not wait for torch
+if TYPE_CHECKING:  # imported when needed, so that `atoll --help` need not wait for torch
     from atoll.engines.engine import Engine
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Where jobs run, and how many at a time."""
+    """Where jobs run, and how many in parallel."""
 
     engine: str = "local"
-    """local: processes of this machine; ray: a Ray cluster (docs/cluster.md)."""
+    """local: processes on this machine; ray: a Ray cluster (docs/cluster.md)."""
     address: str | None = None
-    """Of the Ray cluster, such as 10.0.0.1:6379; by default RAY_ADDRESS, or the one on this machine."""
+    """Address of the Ray cluster, such as 10.0.0.1:6379; by default RAY_ADDRESS, or the cluster on this machine."""
     at_a_time: int | None = None
-    """How many jobs to run at a time; by default as many as there are GPUs, or cores where there are none."""
+    """Number of jobs to run in parallel; by default one per GPU, or per core if there is no GPU."""
 
     def __post_init__(self) -> None:
         check_choices(self, engine=("local", "ray"))
@@ -29,7 +29,7 @@ class EngineSettings:
             raise InputError(f"--at-a-time must be at least 1, but is {self.at_a_time}")
 
     def open(self, device: str = "auto") -> "Engine":
-        """Returns the engine, for jobs on this kind of device; Ray's is connected by then."""
+        """Returns the engine for jobs on this kind of device; connects to Ray if that is chosen."""
         if self.engine == "ray":
             from atoll.engines.ray import Ray
 

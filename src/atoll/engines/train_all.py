@@ -1,4 +1,4 @@
-"""All experts of a partition, and the router if asked for: `atoll train-all`."""
+"""`atoll train-all`: trains all experts of a partition, and optionally the router."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ from atoll.training.router import RouterTask
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, as_flags, refuse_another
 from atoll.training.task import CaptionedTask
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # several processes for one network, on one machine
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # launches several processes for one network
 
 
 class Part(NamedTuple):
@@ -41,11 +41,11 @@ class Part(NamedTuple):
     settings: ExpertSettings | RouterSettings | DistillSettings
     data: Path
     cluster: int | None = None  # of an expert or its student; None: all of the data
-    init: "Part | Path | None" = None  # whose weights it starts from
+    init: "Part | Path | None" = None  # the part or folder whose weights it starts from
     teacher: Path | None = None  # of a student
-    allow_missing: bool = False  # of the teacher's experts
-    reuse: Path | None = None  # whose trajectories a student of few steps learns from
-    mirror: str | None = None  # a URL where its folder is kept too
+    allow_missing: bool = False  # whether experts of the teacher may be missing
+    reuse: Path | None = None  # the few-step student whose trajectories this one trains on
+    mirror: str | None = None  # a URL that its folder is copied to
 
     @property
     def init_folder(self) -> Path | None:
@@ -53,12 +53,12 @@ class Part(NamedTuple):
 
     @property
     def first_weights(self) -> Path:
-        """Returns the folder that parts which start from this one are given."""
+        """Returns the folder of initial weights for parts that start from this one."""
         return self.folder
 
     @property
     def verb(self) -> list[str]:
-        """Returns the verb of the command line, with its arguments."""
+        """Returns the subcommand with its positional arguments and flags other than settings."""
         if isinstance(self.settings, RouterSettings):
             return ["train-router", str(self.data)]
         init = [] if self.init is None else ["--init", str(self.init_folder)]
@@ -76,13 +76,13 @@ class Part(NamedTuple):
         return ExpertTask(dataset, self.settings, device, self.init_folder)
 
     def _settled(self) -> ExpertSettings | RouterSettings | DistillSettings:
-        """Returns the settings as a run keeps them: those that a student leaves open depend on its teacher."""
+        """Returns the settings as saved with a run; some of a student's defaults depend on its teacher."""
         if self.teacher is None or not isinstance(self.settings, DistillSettings):
             return self.settings
         return resolved_settings(self.settings, ModelIndex.read(find_model(self.teacher)), self.cluster)
 
     def job(self, resources: Resources = USUAL) -> Job:
-        """Returns the command that trains it; a folder that holds another run is refused before any starts."""
+        """Returns the job that trains this part; raises an InputError if the folder holds a different run."""
         if (self.folder / "run.json").exists():
             before = read_json(self.folder / "run.json", "remove the folder, or choose another --out")
             refuse_another(self.folder, before.get("settings", {}), self._settled())
@@ -117,7 +117,7 @@ def train_all(
     progress: bool = True,
     dry_run: bool = False,
 ) -> Sequence[str]:
-    """Trains each expert by the command that would train it alone; returns lines for the user."""
+    """Trains each expert with the command that would train it alone; returns lines for the user."""
     engine = engine or Local(settings.device)
     num = PartitionCard.read(data / "clusters").num_clusters
     names = parse_objectives(objectives or settings.objective, num)
@@ -142,13 +142,13 @@ def train_all(
     with work_folder(out):
         runs = engine.run(jobs, progress)
         for part in parts:
-            if part.mirror:  # what was trained on a node that shares no folder with this machine
+            if part.mirror:  # it may have been trained on a node that shares no folder with this machine
                 Mirror(part.mirror, part.folder).restore(state=False)
     return [f"{out}: {sum(run.status == 'done' for run in runs)} of {len(runs)} are trained", *map(_line, runs)]
 
 
 def train_one(part: Part, engine: Engine, resources: Resources = USUAL, progress: bool = True) -> Sequence[str]:
-    """Trains one part wherever the engine finds room for it; returns a line for the user."""
+    """Trains one part with the engine; returns lines for the user."""
     refuse_inside(part.folder, part.data)
     return [f"{part.folder}:", *map(_line, engine.run([part.job(resources)], progress))]
 
@@ -162,8 +162,8 @@ def _line(run: Run) -> str:
 
 
 def _preview(parts: Sequence[Part], slots: Sequence[Slot], device: torch.device) -> list[str]:
-    """Returns what would be trained, and the memory it would take."""
-    sizes, by_config = [], dict[Any, int]()  # networks of the same size take the same
+    """Returns lines on what would be trained, and the memory that it would take."""
+    sizes, by_config = [], dict[Any, int]()  # networks of the same configuration need equal memory
     lines = [f"{'':10}{'objective':16} {'steps':>8} {'batch':>6} {'parameters':>11} {'memory':>9}  first weights"]
     for part in parts:
         distributed, settings = Distributed(part.settings), part.settings
@@ -178,7 +178,7 @@ def _preview(parts: Sequence[Part], slots: Sequence[Slot], device: torch.device)
         )
     num = min(len(slots), len(sizes))
     num_per_device = min(slots.count(slots[0]), num)
-    needed, free = sum(sorted(sizes)[-num_per_device:]), available(device)  # the largest may meet
+    needed, free = sum(sorted(sizes)[-num_per_device:]), available(device)  # the largest may run together
     lines.append(f"{num} at a time: {in_words(needed)} of memory {'on a GPU' if device.type == 'cuda' else 'in all'}")
     if needed > free:
         advice = "use a smaller --at-a-time, --micro-batch or --model, or --checkpointing"
@@ -211,7 +211,7 @@ def parse_objectives(text: str, num_experts: int) -> list[str]:
 
 
 def parse_by_number(text: str | None, num_experts: int) -> list[str | None]:
-    """Returns the name of each expert: one for all, or "0=a,3=b,*=c" by number; None for who is not named."""
+    """Returns a name per expert: from one for all, or from "0=a,3=b,*=c" by number; None if none is given."""
     if text is None or not re.match(r"\s*(\*|[0-9]+)\s*=", text):
         return [text and text.strip()] * num_experts
     named: dict[str, str] = {}

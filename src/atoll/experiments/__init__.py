@@ -1,1 +1,1 @@
-"""Train, assemble and judge: the demo, `evaluate` and the papers' comparisons."""
+"""Experiments that train, assemble and evaluate: the demo, `evaluate`, the papers' comparisons, and `doctor`."""

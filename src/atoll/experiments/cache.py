@@ -1,4 +1,4 @@
-"""What experiments keep on disk, so that the same command resumes."""
+"""Results that experiments cache on disk, so that rerunning the command resumes."""
 
 import json
 import os
@@ -21,20 +21,20 @@ AGAIN = "remove it, and rerun the command"
 def cached(
     folder: Path, about: Mapping[str, Any], dtype: str, shape: tuple[int, ...], make: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Returns an array that depends on nothing but `about`: read if it is in the folder, made and kept there if not."""
+    """Returns an array that depends only on `about`, read from the folder or, if it is not there, made and saved."""
     name = hash_of(about)[:32]
     kept = Snapshot.read(folder, name, about)
     if kept and (array := kept.arrays.get("rows", np.zeros(()))).dtype == dtype and array.shape == shape:
         return array
-    rows = np.ascontiguousarray(make())  # as it is read: its layout alters how networks round
-    # Under a name of this process first: another may be making the same, and the last one stays.
+    rows = np.ascontiguousarray(make())  # the layout it will be read with, since layout changes how networks round
+    # Written under a name of this process, then renamed, since another process may be making the same.
     Snapshot(about, {}, {"rows": rows}).write(folder, own := f".{os.getpid()}.{name}")
     os.replace(folder / f"{own}.safetensors", folder / f"{name}.safetensors")
     return rows
 
 
 class Snapshot(NamedTuple):
-    """Arrays and what is known of them, all of which depends on nothing but `key`."""
+    """Arrays and JSON values, all of which depend only on `key`."""
 
     key: Mapping[str, Any]
     about: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path, name: str, key: Mapping[str, Any]) -> "Snapshot | None":
-        """Returns None where there is nothing, or what there is depends on something else."""
+        """Returns the snapshot, or None if there is none or it has another key."""
         if os.path.lexists(path := folder / f"{name}.safetensors"):
             with TensorFile(path, AGAIN) as file, suppress(ValueError, TypeError, KeyError):
                 content = json.loads(file.metadata["content"])

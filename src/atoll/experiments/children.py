@@ -1,4 +1,4 @@
-"""Work that may crash, hang or run out of memory, in processes of its own."""
+"""Runs work that may crash, hang or run out of memory in child processes."""
 
 import os
 import signal
@@ -17,9 +17,9 @@ from atoll.storage import reason_of
 
 
 def in_children(function: Callable[..., Iterator[Any]], *args: Any, num: int = 1, limit: float) -> Iterator[Any]:
-    """Yields what function(*args, rank) yields in `num` processes; they are ended after `limit` seconds at the latest.
+    """Yields what function(*args, rank) yields in `num` processes, which are killed after `limit` seconds.
 
-    Whatever happens to them is a RuntimeError here: an exception, a crash, or an end by the system.
+    Raises a RuntimeError if one of them raises an exception, crashes, is killed or exceeds the limit.
     """
     context, end = get_context("spawn"), time.monotonic() + limit
     running: dict[Any, Any] = {}
@@ -44,14 +44,14 @@ def in_children(function: Callable[..., Iterator[Any]], *args: Any, num: int = 1
                         raise RuntimeError(_how_it_ended(process.exitcode)) from None
                     continue
                 if isinstance(item, RuntimeError):
-                    running[receiver].join(5)  # so that it can tidy up
+                    running[receiver].join(5)  # lets it clean up
                     raise item
                 yield item
     finally:
         for process in running.values():
             if process.pid is not None and process.is_alive():
                 with suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it may have started
+                    os.killpg(process.pid, signal.SIGKILL)  # also kills compilers that it may have started
                 process.kill()
 
 
@@ -64,7 +64,7 @@ def _how_it_ended(code: int) -> str:
 def _child(sender: Connection, function: Callable[..., Iterator[Any]], args: tuple[Any, ...]) -> None:
     os.setsid()
     die_with_parent()
-    quiet = os.open(os.devnull, os.O_WRONLY)  # what libraries print of their own would break the lines
+    quiet = os.open(os.devnull, os.O_WRONLY)  # output of libraries would break the report's lines
     for handle in (1, 2):
         os.dup2(quiet, handle)
     try:
@@ -75,7 +75,7 @@ def _child(sender: Connection, function: Callable[..., Iterator[Any]], args: tup
 
 
 def reason(error: Exception) -> str:
-    """Returns what went wrong: the first line of an error's message, with its class if that says more."""
+    """Returns the first line of an error's message, with its class unless the message suffices."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "too little memory is free"
     name, first = type(error).__name__, reason_of(error)

@@ -1,15 +1,15 @@
-"""All of it with one command, on avatars: `atoll demo`.
+"""`atoll demo`: runs the whole pipeline on avatars with one command.
 
-Each stage leaves its outputs in OUT and is skipped where they are there, so rerunning the command resumes:
+Each stage writes its outputs to OUT and is skipped if they exist, so rerunning the command resumes:
 
-OUT/pictures.tar         what the data set is made of, without a tenth of all combinations of attributes
-OUT/data/                prepared and partitioned
+OUT/pictures.tar         the source images, without a tenth of all combinations of attributes
+OUT/data/                the prepared and partitioned data set
 OUT/run/                 the experts and the router, each trained by a process of its own
-OUT/model/               assembled
+OUT/model/               the assembled model
 OUT/samples/             images of chosen prompts
-OUT/evaluation/          images of many prompts, and what was read in them
-OUT/compare/             with --compare: the monolith, the flow matching twin of the DDPM expert, and their models
-OUT/few_steps/           with --few-steps: students of the ensemble that need 4 steps, 2 and 1, and their models
+OUT/evaluation/          images of many prompts, and the attributes read from them
+OUT/compare/             with --compare: the monolith, the flow-matching twin of the DDPM expert, and their models
+OUT/few_steps/           with --few-steps: students of the ensemble for 4, 2 and 1 steps, and their models
 OUT/results.json, report.html
 """
 
@@ -74,10 +74,10 @@ LICENSE = "Apache-2.0"
 PREVIEWS = 7
 ON_A_SHEET = 40
 SIZE = 32  # of the images
-BATCH = 100  # images at a time; each depends on its own seed alone
+BATCH = 100  # images per batch; each depends on its own seed alone
 AS_TENSORS: dict[str, Any] = {"output_type": "pt", "batch_size": BATCH, "progress": False}
 
-# Every attribute has its turn, and none of these combinations is held out.
+# These cover every attribute, and none of the combinations is held out.
 CHOSEN = (
     "a green robot with round glasses and a red cap on a yellow background",
     "a pink ghost with a yellow party hat on a blue background",
@@ -97,16 +97,16 @@ TRACED = (CHOSEN[0], CHOSEN[2], "")
 
 @dataclass(frozen=True)
 class Plan:
-    """How large a demo is."""
+    """The size of a demo."""
 
-    pictures: int  # of the data set
-    expert: ExpertSettings  # of those that learn flow matching
+    pictures: int  # in the data set
+    expert: ExpertSettings  # of the flow-matching experts
     ddpm: ExpertSettings
     router: RouterSettings
     prompts: int  # with combinations that were seen in training
     prompts_heldout: int
-    varied: int  # prompts of which several images are made
-    seeds: int  # so many
+    varied: int  # prompts with several images each
+    seeds: int  # images of each of these
 
 
 _LONG: dict[str, Any] = {"lr_schedule": "cosine", "save_every": 200, "sample_every": 0}
@@ -120,14 +120,14 @@ QUICK = Plan(200, _XS, replace(_XS, objective="ddpm"), _XS_ROUTER, prompts=24, p
 
 
 def run_demo(out: Path, plan: Plan = FULL, compare: bool = False, few_steps: bool = False) -> dict[str, Any]:
-    """Runs all stages, one line each; returns what results.json says."""
-    torch.set_num_threads(1)  # two would round otherwise, and on images of this size they are slower
+    """Runs all stages, printing one line each; returns the content of results.json."""
+    torch.set_num_threads(1)  # two threads round differently, and are slower on images of this size
     with begun(out, "plan.json", asdict(plan)):
         return _Demo(out, plan, compare, few_steps).run()
 
 
 class Stages:
-    """One line per stage, and the seconds that each has taken, over all runs."""
+    """Prints one line per stage, and records the seconds that each took, summed over all runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,7 +135,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, done: bool = False) -> Iterator[list[str]]:
-        """Yields a list of what the stage's line says; `done`: its outputs are there already."""
+        """Times a stage; yields a list for the notes in its line. `done` means that its outputs exist already."""
         notes: list[str] = []
         start = time.perf_counter()
         try:
@@ -171,7 +171,7 @@ class _Demo:
         students = self._distill() if self.few_steps else {}
         results |= {"few_steps": {name: part.about["figures"] for name, part in students.items()}} if students else {}
         report = self.out / "report.html"
-        with self.stages.stage("report", report.exists()) as notes:  # written anew each time, it is quick
+        with self.stages.stage("report", report.exists()) as notes:  # always rewritten, since it is quick
             curves = [_curves(part) for part in self.experts]
             write_text(report, render(results, samples, judged["ensemble"], curves, students))
             notes.append(str(report))
@@ -199,7 +199,7 @@ class _Demo:
                 if not (tar := self.out / "pictures.tar").exists():
                     write_whole(tar, self._write_avatars)
                 settings = PrepareSettings(SIZE, near_duplicates="keep", license=LICENSE)
-                # Without workers: images this small are read sooner than another process has started.
+                # No workers: reading images this small takes less time than starting a process.
                 prepare(Source(str(tar)), self.data, settings, 0, progress=progress)
             card = DatasetCard.read(self.data)
             shape = "x".join(map(str, card.latent_shape))
@@ -216,7 +216,7 @@ class _Demo:
 
     def _plan_models(self) -> dict[str, ModelNode]:
         plan, run, compare = self.plan, self.out / "run", self.out / "compare"
-        # A DDPM expert learns more slowly at high noise, so it gets the smallest cluster, with the least to tell apart.
+        # A DDPM expert learns more slowly at high noise, so it gets the smallest, least varied cluster.
         ddpm = min(range(NUM_EXPERTS), key=lambda k: self.sizes[k])
         self.settings = [plan.ddpm if k == ddpm else plan.expert for k in range(NUM_EXPERTS)]
         experts = [
@@ -226,11 +226,11 @@ class _Demo:
         router = Part("router", run / "router", plan.router, self.data)
         models = {"ensemble": ModelNode(self.out / "model", self.data, (*experts, router))}
         if self.compare:
-            # As the papers compare: as many steps as an expert, and as many samples in each as all of them together.
+            # As in the papers: as many steps as an expert, with a batch that gives equal FLOPs in total.
             budget = sum(self._count_flops(part) for part in (*experts, router))
             batch = math.ceil(plan.expert.batch * budget / training_flops(plan.expert, self.data, 0))
             monolith = Part("monolith", compare / "monolith", replace(plan.expert, batch=batch), self.data)
-            # A twin stands in for the DDPM expert: the same in all but the objective.
+            # A twin replaces the DDPM expert, with the same settings except the objective.
             twin = replace(plan.ddpm, objective=plan.expert.objective)
             experts[ddpm] = Part(f"expert {ddpm} fm", compare / f"expert_{ddpm}", twin, self.data, ddpm)
             models["homogeneous"] = ModelNode(compare / "homogeneous-model", self.data, (*experts, router))
@@ -238,7 +238,7 @@ class _Demo:
         return models
 
     def _count_flops(self, part: Part) -> float:
-        """Counts a step of an expert of the first cluster, in place of all experts and the monolith."""
+        """Counts FLOPs on an expert of the first cluster for all experts and the monolith, scaled by batch size."""
         own, usual = part.settings, self.plan.expert
         if not isinstance(own, ExpertSettings):
             return training_flops(self.plan.router, self.data)
@@ -249,7 +249,7 @@ class _Demo:
         done = all(model.is_complete for model in models)
         with self.stages.stage("train", done) as notes:
             if not done:
-                train(models, Local("cpu", at_a_time=NUM_EXPERTS + 1))  # more than cores: none is idle at the end
+                train(models, Local("cpu", at_a_time=NUM_EXPERTS + 1))  # more jobs than cores: none idles at the end
             kinds = ", ".join(f"{k} {own.objective}" for k, own in enumerate(self.settings))
             compared = ", and what to compare with" if self.compare else ""
             notes.append(f"experts {kinds} and a router{compared}, in isolation")
@@ -260,7 +260,7 @@ class _Demo:
     # --- images and figures -----------------------------------------------------------------------------------------
 
     def _sample(self, hashes: Mapping[str, str]) -> Snapshot:
-        """Draws chosen prompts; and one of each cluster, by each expert and by all models, from the same noise."""
+        """Samples the chosen prompts, and a caption of each cluster by every expert and model from the same noise."""
         folder = self.out / "samples"
         samples = Snapshot.read(folder, "shown", hashes)
         with self.stages.stage("sample", samples is not None) as notes:
@@ -307,7 +307,7 @@ class _Demo:
         return judged
 
     def _distill(self) -> dict[str, Snapshot]:
-        """Teaches students of few steps, and draws and judges what they make of the same prompts and noise."""
+        """Trains few-step students, and samples and evaluates them on the same prompts and noise."""
         judge, usual, teacher = Judge(self.data, self.plan), self.plan.expert, self.models["ensemble"].folder
         first = next(k for k, own in enumerate(self.settings) if own.objective == usual.objective)
         settings = DistillSettings(
@@ -327,7 +327,7 @@ class _Demo:
         with self.stages.stage("distil", done) as notes:
             if not done:
                 first_node, *others = nodes.values()
-                train([first_node], Local("cpu"))  # the others learn from its trajectories
+                train([first_node], Local("cpu"))  # the others reuse its trajectories
                 train(others, Local("cpu"))
             assemble_all(list(nodes.values()))
             notes.append(f"students of {', '.join(map(str, FEW_STEPS))} steps; {self.out / 'few_steps'}")
@@ -374,7 +374,7 @@ class _Demo:
         }
 
     def _commands(self) -> list[str]:
-        """Returns the stages one by one, by hand; of settings, those that are not at their defaults."""
+        """Returns the stages as separate commands, with the settings that are not at their defaults."""
         parts = [
             ["atoll", *part.verb, *as_flags(part.settings, type(part.settings)()), "--out", str(part.folder)]
             for part in self.models["ensemble"].parts
@@ -389,7 +389,7 @@ class _Demo:
 
 
 class Judge:
-    """Judges models by the same prompts and seeds, and beside other real avatars."""
+    """Evaluates models on the same prompts and seeds, and real avatars for comparison."""
 
     def __init__(self, data: Path, plan: Plan) -> None:
         self.data, self.seeds = data, plan.seeds
@@ -407,7 +407,7 @@ class Judge:
 
     @cached_property
     def real(self) -> dict[str, float]:
-        """Returns what a model cannot surpass: the figures of other real images, through the codec."""
+        """Returns the figures of other real images, through the codec: the best that a model can reach."""
         codec, rng = load_codec(self.data), np.random.default_rng(1)
         drawn = [draw_avatar(attributes_of(caption), SIZE, rng) for caption in (*self.seen, *self.repeated)]
         images = to_uint8(codec.decode(codec.encode(tensor_of(np.stack(drawn)))))
@@ -433,7 +433,7 @@ class Judge:
         return Snapshot(key, about, {"seen": seen, "heldout": heldout})
 
     def _measure(self, seen: Images, varied: Images) -> dict[str, float]:
-        """Returns how well images follow prompts, their distance to the data, and how much those of a prompt differ."""
+        """Returns prompt accuracy, Frechet distance to the data, and diversity of the images of a prompt."""
         vectors, of_varied = (self.network.extract(tensor_of(images)).double().numpy() for images in (seen, varied))
         groups = of_varied.reshape(-1, self.seeds, of_varied.shape[1])
         pairs = combinations(range(self.seeds), 2)
@@ -445,9 +445,9 @@ class Judge:
 
 
 def _draw_all(model: Path, prompts: Sequence[Sequence[str]]) -> tuple[list[Images], float, float]:
-    """Draws lists of prompts on all cores, with seeds from 0, 10,000 and so on.
+    """Samples lists of prompts on all cores, with seeds from 0, 10,000 and so on.
 
-    Returns the seconds of a core and the FLOPs of an image, too.
+    Returns the images of each list, the total CPU seconds, and the FLOPs per image.
     """
     parts = [
         (captions[first : first + BATCH], 10_000 * number + first)
@@ -466,7 +466,7 @@ def _draw_all(model: Path, prompts: Sequence[Sequence[str]]) -> tuple[list[Image
 
 
 def _count_flops(model: Path, captions: Sequence[str]) -> float:
-    """Returns the FLOPs of an image, on average."""
+    """Returns the mean FLOPs per image."""
     with counting() as total:
         _opened(model)(captions, seed=list(range(len(captions))), output_type="latent", progress=False)
         return total() / len(captions)
@@ -491,7 +491,7 @@ def _by_attribute(images: Images, captions: Sequence[str]) -> dict[str, float]:
 
 
 def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDArray[np.uint8]:
-    """Returns what expert k alone makes of the captions, from seed 0."""
+    """Returns images of the captions by expert k alone, all from seed 0."""
     num, usual = len(captions), pipe.settle(Sampling())
     latents = generate(
         pipe.ensemble, Prompts.encode(pipe.text_encoder, captions), [0] * num, solver=usual.solver,
@@ -502,7 +502,7 @@ def _by_one_expert(pipe: AtollPipeline, captions: Sequence[str], k: int) -> NDAr
 
 
 def _traces(pipe: AtollPipeline) -> dict[str, NDArray[Any]]:
-    """Returns the experts' weights on the way of a few images, all of them mixed, and where each was heading."""
+    """Returns the experts' weights and previews while sampling a few images with all experts mixed."""
     output = pipe(TRACED, seed=0, output_type="pt", routing="full", previews=PREVIEWS, progress=False)
     arrays: dict[str, NDArray[Any]] = {}
     for i, (trace, final) in enumerate(zip(output.trace, bytes_of(output.images), strict=True)):
@@ -517,13 +517,13 @@ def _traces(pipe: AtollPipeline) -> dict[str, NDArray[Any]]:
 
 
 def _curves(part: Part) -> list[Points]:
-    """Returns (step, loss) in training, and on held-out images."""
+    """Returns the curves of (step, loss) in training and on held-out images."""
     log = read_metrics(part.folder)
     return [[(line["step"], line[key]) for line in log if line.get(key) is not None] for key in ("loss", "held_out")]
 
 
 def _aims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns what was wanted of the figures, and whether it was reached."""
+    """Returns the targets for the figures, and whether each was reached."""
     accuracy, heldout, distance = (results[key] for key in ("prompt_accuracy", "prompt_accuracy_heldout", "frechet"))
     aims = [
         ("prompt accuracy of at least 0.95", accuracy, 0.95, accuracy >= 0.95),

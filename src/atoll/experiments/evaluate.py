@@ -1,10 +1,10 @@
-"""`atoll evaluate`: images that models make of a data set's captions, measured against its images.
+"""`atoll evaluate`: compares models' samples of a data set's captions with its images.
 
-OUT/pictures/   what models have made, a file per batch, named by all that it depends on
-OUT/features/   of these images and of the real ones, by each network
+OUT/pictures/   samples of the models, a file per batch, named by a hash of all that it depends on
+OUT/features/   features of these and of the real images, by each network
 OUT/results.json, results.md, samples.png, metrics.png
 
-Whatever is there is not made again, so the same command resumes after any end. Nothing is written to the data.
+Existing files are reused, so rerunning the command resumes. Nothing is written to the data.
 """
 
 import math
@@ -47,7 +47,7 @@ REAL = "real images"
 
 
 class Contender(NamedTuple):
-    """A model folder, how it is to make images, and what it is called in tables."""
+    """A model folder with its sampling settings, and its name in tables."""
 
     name: str
     model: Path
@@ -55,7 +55,7 @@ class Contender(NamedTuple):
 
 
 def name_contenders(models: Sequence[Path], sampling: Sampling) -> list[Contender]:
-    """Names each by its folder; by all of its path where two have the same."""
+    """Names each model by its folder, or by its whole path if two folders have the same name."""
     names = [resolved(model).name for model in models]
     if len(set(names)) < len(names):
         names = [str(model) for model in models]
@@ -71,9 +71,9 @@ def evaluate(
     progress: bool = True,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
-    """Judges the models, writes results.json, results.md and images, and returns what results.json says.
+    """Evaluates the models, writes results.json, results.md and images, and returns the content of results.json.
 
-    An engine judges several models at a time.
+    With an engine, several models are evaluated in parallel.
     """
     names = [contender.name for contender in contenders]
     if len(set(names)) < len(names):
@@ -82,7 +82,7 @@ def evaluate(
     with work_folder(out):
         evaluation = Evaluation(data, out, settings, cluster=cluster, progress=progress)
         for contender in contenders:
-            evaluation.check(contender)  # before hours of work on others
+            evaluation.check(contender)  # fail before hours of work on others
         judged = evaluation.real()
         if engine is None:
             judged += map(evaluation.judge, contenders)
@@ -100,7 +100,7 @@ def evaluate(
 
 @cache
 def open_evaluation(data: Path, out: Path, settings: MetricSettings, cluster: int | None) -> "Evaluation":
-    """Opens networks and reference in a process of an engine, once."""
+    """Returns an evaluation, opened once per process of an engine."""
     return Evaluation(data, out, settings, cluster=cluster, progress=False)
 
 
@@ -111,12 +111,12 @@ def _judge(
 
 
 class Evaluation:
-    """Prompts, seeds, a reference and metrics, the same for all models: `judge` gives the figures of one of them."""
+    """Prompts, seeds, a reference and metrics that all models share; `judge` returns the figures of one model."""
 
     def __init__(
         self, data: Path, out: Path, settings: MetricSettings, cluster: int | None = None, progress: bool = True
     ) -> None:
-        """With `cluster`, that one alone is the data."""
+        """Opens the data, or only one `cluster` of it, and the networks of the metrics."""
         self.out, self.settings, self.progress = out, settings, progress
         self.view, self.codec = DatasetView(Dataset.open(data, cluster)), load_codec(data)
         self.split, self._rows = self._choose_rows()
@@ -143,7 +143,7 @@ class Evaluation:
     # --- prompts and metrics ----------------------------------------------------------------------------------------
 
     def _choose_rows(self) -> tuple[str, NDArray[np.int64]]:
-        """Returns the split and its rows, in an order that does not depend on how many are taken."""
+        """Returns the split and its rows, in an order that does not depend on how many are used."""
         train, held_out = self.view.train, self.view.held_out
         split = self.settings.split or ("held_out" if len(held_out) else "train")
         rows = {"held_out": held_out, "train": train, "all": np.concatenate([held_out, train])}[split]
@@ -153,7 +153,7 @@ class Evaluation:
         return split, np.random.default_rng(0).permutation(rows)
 
     def _find_reasons(self) -> dict[str, str]:
-        """Returns why metrics cannot be measured; those that were asked for must be possible."""
+        """Returns why metrics cannot be measured; raises an InputError if one of them was requested explicitly."""
         settings, reasons = self.settings, {}
         try:
             for caption in self.prompts:
@@ -177,7 +177,7 @@ class Evaluation:
         return {} if settings.metrics else reasons
 
     def _note_sizes(self) -> list[str]:
-        """Returns what is to be known of the numbers before they are compared with others."""
+        """Returns caveats about the figures, and records metrics for which there are too few images."""
         num, captions, notes = self.settings.num, len(self.prompts), []
         if captions < num:
             uses = f"each is used about {num / captions:.1f} times, with other noise."
@@ -193,7 +193,7 @@ class Evaluation:
         return notes
 
     def describe(self) -> dict[str, Any]:
-        """Returns what results.json says beside the models."""
+        """Returns the content of results.json apart from the models."""
         card = self.view.data.card
         settings = {
             key: value for key, value in asdict(self.settings).items() if key not in ("features", "clip", "originals")
@@ -228,11 +228,11 @@ class Evaluation:
         )  # fmt: skip
 
     def first_real_images(self) -> Images:
-        """Returns those that the first prompts belong to."""
+        """Returns the real images of the first prompts."""
         return self.real_images(self._rows[:ON_A_SHEET]).load()
 
     def real(self) -> list[dict[str, Any]]:
-        """Returns the figures of real images outside of the reference: what a model cannot surpass by much."""
+        """Returns the figures of real images outside of the reference, which a model cannot surpass by much."""
         num = min(self.settings.num, len(self._others))
         if num < (self.settings.neighbours + 1 if "coverage" in self.metrics else 2):
             self.notes.append(
@@ -250,7 +250,7 @@ class Evaluation:
         return [{"name": REAL, "num": num, "seeds": 1, "figures": figures}]
 
     def _alike(self) -> list[NDArray[np.int64]]:
-        """Returns rows of the reference that share a caption, `each` of a caption."""
+        """Returns groups of `each` rows of the reference that share a caption."""
         rows_of: dict[str, list[int]] = {}
         for row, caption in zip(self.reference.rows.tolist(), self.reference.captions, strict=True):
             rows_of.setdefault(caption, []).append(row)
@@ -258,7 +258,7 @@ class Evaluation:
         return [np.array(rows[:each]) for rows in rows_of.values() if len(rows) >= each][: self.settings.varied]
 
     def check_features(self) -> dict[str, dict[str, Any]]:
-        """Returns figures of as many real images outside of the reference and quilts; none where there are few."""
+        """Returns the figures of equally many real images and quilts (sanity.py); {} if there are too few."""
         num = min(CHECKED, self.settings.num, len(self._others))
         if num < max(LEAST, self.settings.neighbours + 1):
             return {}
@@ -272,7 +272,7 @@ class Evaluation:
         return sanity
 
     def doubt(self, judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns whether the figures can be trusted, for results.json; what speaks against it is a warning too."""
+        """Returns checks of whether the figures can be trusted, for results.json; also warns if they cannot."""
         sanity = self.check_features()
         sentences = [*doubt_features(sanity), *doubt_density(judged)]
         for sentence in sentences:
@@ -282,7 +282,7 @@ class Evaluation:
     # --- the models -------------------------------------------------------------------------------------------------
 
     def check(self, contender: Contender) -> None:
-        """Refuses what cannot be judged: all experts are verified, and one image is drawn, in one step."""
+        """Verifies all experts and samples one image in one step; raises an InputError if the model cannot be used."""
         pipe = self.open(contender)
         pipe.settle(contender.sampling)
         quick = contender._replace(sampling=replace(contender.sampling, steps=pipe.made_for or 1))
@@ -295,7 +295,7 @@ class Evaluation:
         sets = [self._usual_images(contender, pipe, seed) for seed in range(settings.seeds)]
         for images in sets:
             for span in images.spans("drawing", self.progress):
-                images.read(span)  # into the cache, from which each network reads it
+                images.read(span)  # fills the cache, from which each network reads
         figures, *others = [self.suite.measure(images) for images in sets]
         if others:
             figures = over_seeds([figures, *others])
@@ -314,14 +314,14 @@ class Evaluation:
         }
 
     def first_images(self, contender: Contender) -> Images:
-        """Returns those of the first prompts, which `judge` has made."""
+        """Returns a model's images of the first prompts, which `judge` has cached."""
         images = self._usual_images(contender, self.open(contender), 0)
         spans = islice(images.spans(), math.ceil(ON_A_SHEET / images.size))
         return np.concatenate([images.read(span) for span in spans])[:ON_A_SHEET]
 
     def correlate(self, contender: Contender, other: Contender) -> Figures:
-        """Returns how alike two models' images of the same prompts are, of the same noise and of other noise (DDM's
-        Fig. 5): the correlation of pixels less the mean image, on average over prompts."""
+        """Returns the correlation of two models' images of the same prompts, from the same and from other noise (DDM's
+        Fig. 5): of pixels minus the mean image, averaged over prompts."""
         mine = self._pixels_of(contender, 0)
         figures: Figures = {}
         for kind, seed in (("same_noise", 0), ("other_noise", 1)):
@@ -331,7 +331,7 @@ class Evaluation:
         return figures
 
     def _pixels_of(self, contender: Contender, seed: int) -> NDArray[np.float64]:
-        """Returns a model's images of all prompts as vectors, less their mean."""
+        """Returns a model's images of all prompts as vectors, minus their mean."""
         pixels = self._usual_images(contender, self.open(contender), seed).load(self.progress)
         vectors = pixels.reshape(len(pixels), -1).astype(np.float64)
         return vectors - vectors.mean(0)
@@ -351,7 +351,7 @@ class Evaluation:
     def images(
         self, contender: Contender, pipe: AtollPipeline, places: Sequence[int], first_seed: int
     ) -> SampledImages:
-        """Returns images of the prompts at these places, each with the next seed; they are made when they are read."""
+        """Returns images of the prompts at these places, with consecutive seeds; they are sampled when read."""
         sampling, clusters = contender.sampling, None
         sampling = replace(sampling, **pipe.settle(sampling)._asdict())
         if sampling.routing == "oracle":
@@ -371,12 +371,12 @@ class Evaluation:
         )  # fmt: skip
 
     def _usual_images(self, contender: Contender, pipe: AtollPipeline, seed: int) -> SampledImages:
-        """Returns images of all prompts, and of the first ones again until there are enough."""
+        """Returns images of all prompts in turn, repeated until there are enough."""
         places = [i % len(self.prompts) for i in range(self.settings.num)]
         return self.images(contender, pipe, places, (self.settings.first_seed + seed) * MOST_IMAGES)
 
     def _measure_varied(self, contender: Contender, pipe: AtollPipeline) -> Figures:
-        """Returns how much several images of each of some prompts differ, with seeds beyond those of all others."""
+        """Returns the diversity of several images per prompt, with seeds that no other images use."""
         captions, each = [*dict.fromkeys(self.prompts)][: self.settings.varied], self.settings.each
         places = [self.prompts.index(caption) for caption in captions for _ in range(each)]
         images = self.images(contender, pipe, places, 2**62 + self.settings.first_seed * MOST_IMAGES)

@@ -1,4 +1,4 @@
-"""FLOPs of training and sampling, counted by torch: multiplications and additions of matrix products."""
+"""Counts the FLOPs of training and sampling with torch: multiplications and additions of matrix products."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,13 +27,13 @@ from atoll.training.task import Task
 
 @contextmanager
 def counting() -> Iterator[Callable[[], int]]:
-    """The counter does not know a CPU's fused attention, so attention is done by plain matrix products meanwhile."""
+    """Counts FLOPs in a context, with attention as plain products: the counter lacks the CPU's fused attention."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter.get_total_flops
 
 
 def training_figures(model: ModelNode) -> dict[str, dict[str, Any]]:
-    """Returns the FLOPs that all parts of a model took to train, and how many parameters its experts have."""
+    """Returns the training FLOPs of all parts of a model, and the number of parameters of its largest expert."""
     flops = sum(training_flops(replace(p.settings, seed=0), p.data, p.cluster) for p in model.parts)
     experts = [part for part in model.parts if not isinstance(part.settings, RouterSettings)]
     values = {TRAINING_FLOPS: flops, PARAMETERS: float(max(map(_num_parameters, experts)))}
@@ -49,9 +49,9 @@ def _num_parameters(part: Part) -> int:
 def training_flops(
     settings: ExpertSettings | RouterSettings | DistillSettings, data: Path, cluster: int | None = None
 ) -> float:
-    """Returns the FLOPs of a training: those of one step, the loss of a batch and its gradient, times the steps.
+    """Returns the FLOPs of a training run: those of a batch's loss and gradient, times the steps.
 
-    Those of a student's teacher are not among them.
+    A student's teacher is not counted.
     """
     dataset, cpu = Dataset.open(data, cluster), torch.device("cpu")
     task: Task

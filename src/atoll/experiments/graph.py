@@ -1,6 +1,6 @@
-"""The graph that every experiment is: parts are trained, models are assembled of them, and rows measure models.
+"""The graph of an experiment: parts are trained, models are assembled from them, and rows measure models.
 
-A node is a folder that is made once, so rerunning the command resumes.
+Each node is a folder that is made once, so rerunning the command resumes.
 """
 
 import json
@@ -27,14 +27,14 @@ from atoll.training.snapshot import write_snapshot
 
 
 class PretrainedPart(Part):
-    """A DDPM DiT of other data: AdaLN-Zero and no text, from which experts start as from a published DiT (Eq. 19)."""
+    """A DDPM DiT of other data, with AdaLN-Zero and no text, that initialises experts like a published DiT (Eq. 19)."""
 
     @property
     def first_weights(self) -> Path:
         return self.folder.with_name("converted")
 
     def convert(self) -> None:
-        """Writes it under DiT's keys, and converts that file as any other."""
+        """Writes the network with the keys of a published DiT, and converts that file."""
         if (self.first_weights / CONFIG).exists():
             return
         network = DiT.from_pretrained(self.folder)
@@ -45,13 +45,13 @@ class PretrainedPart(Part):
 
 
 def convert_dit_file(file: Path, out: Path, data: Path, **options: Any) -> None:
-    """Makes first weights for experts of a data set of a DiT's file."""
+    """Converts a DiT's file to initial weights for experts of a data set."""
     card = DatasetCard.read(data)
     save(convert(file, Options(text_dim=card.text.dim, input_size=card.latent_shape[1], **options)), out)
 
 
 class PartOnTheWay(Part):
-    """An expert as it was after `settings.steps` of a longer run, which is its `init`."""
+    """A snapshot of an expert after `settings.steps` of a longer run, which is its `init`."""
 
     def make(self) -> None:
         if not (self.folder / CONFIG).exists():
@@ -61,11 +61,11 @@ class PartOnTheWay(Part):
 
 
 class ModelNode(NamedTuple):
-    """Parts that are sampled as one."""
+    """A model assembled from parts."""
 
     folder: Path
     data: Path
-    parts: tuple[Part, ...]  # the router is among them, or the model has none
+    parts: tuple[Part, ...]  # experts, and the router if the model has one
 
     @property
     def is_complete(self) -> bool:
@@ -74,7 +74,7 @@ class ModelNode(NamedTuple):
 
 @contextmanager
 def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Holds a folder that is empty, or that was begun with the same settings, which are kept in a file of this name."""
+    """Locks a folder that is empty or was begun with the same settings, which are saved in a file of this name."""
     with work_folder(out):
         path, wanted = out / name, json.loads(json.dumps(settings))
         files = sorted(file.name for file in out.iterdir() if not file.name.startswith("."))
@@ -87,7 +87,7 @@ def begun(out: Path, name: str, settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def parts_of(models: Iterable[ModelNode]) -> list[Part]:
-    """Returns all parts, each once and after those whose weights it starts from."""
+    """Returns all parts once, each after the part whose weights it starts from."""
 
     def with_init(part: Part) -> Iterator[Part]:
         if isinstance(part.init, Part):
@@ -98,9 +98,9 @@ def parts_of(models: Iterable[ModelNode]) -> list[Part]:
 
 
 def train(models: Sequence[ModelNode], engine: Engine, progress: bool = True) -> None:
-    """Trains all parts that are not complete: each after what it starts from, students after their teachers."""
+    """Trains all incomplete parts, each after its initial weights, and students after their teachers."""
     parts = parts_of(models)
-    # The longest first, so that no core idles long at the end.
+    # The longest first, so that cores idle little at the end.
     ordered = sorted(
         parts, key=lambda p: (isinstance(p.settings, RouterSettings), -p.settings.steps * p.settings.batch)
     )
@@ -126,7 +126,7 @@ STUDENTS = 2
 
 
 def stage_of(part: Part) -> int:
-    """Returns after how many others it is trained: what starts from weights after these, students after all."""
+    """Returns the stage a part is trained in: 0, 1 if it starts from another's weights, 2 for students."""
     return STUDENTS if part.teacher is not None else int(part.init is not None)
 
 

@@ -1,4 +1,4 @@
-"""Images to be measured: those of a data set, and those that a model makes of prompts, kept once they are made."""
+"""Sets of images to measure: those of a data set, and samples of a model, cached on disk."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -28,40 +28,40 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.sampling.routing import get_routing
 from atoll.sampling.settings import Sampling
 
-COUNTED = 8  # images of which FLOPs are counted
+COUNTED = 8  # images over which FLOPs are counted
 
 Images = NDArray[np.uint8]  # [N, S, S, 3]
 
 
 def tensor_of(images: Images) -> Tensor:
-    """Returns bytes [n, S, S, 3] as images [n, 3, S, S] in [-1, 1]."""
+    """Converts bytes [n, S, S, 3] to images [n, 3, S, S] in [-1, 1]."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def bytes_of(images: object) -> Images:
-    """Returns what a pipeline gives as tensors in [0, 1], as bytes."""
+    """Converts a pipeline's images [n, 3, S, S] in [0, 1] to bytes [n, S, S, 3]."""
     assert isinstance(images, Tensor)
     return to_uint8(images * 2 - 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageSet(ABC):
-    """Images with their captions and labels, read some at a time."""
+    """Images with captions and labels, read in batches."""
 
     name: str  # in progress bars
     captions: Sequence[str]
     labels: Sequence[str] = ()
-    size: int = 256  # images at a time
+    size: int = 256  # images per batch
 
     @abstractmethod
     def about(self, span: slice) -> dict[str, Any]:
-        """Returns all that some of the images depend on."""
+        """Returns all that these images depend on, as a cache key."""
 
     @abstractmethod
     def read(self, span: slice) -> Images: ...
 
     def spans(self, what: str = "", progress: bool = False) -> Iterator[slice]:
-        """Yields the places of `size` images at a time, under a progress bar."""
+        """Yields the slices of batches, with a progress bar."""
         num, hidden = len(self.captions), None if progress else True
         with tqdm(total=num, desc=f"{self.name}: {what}", unit=" images", disable=hidden, leave=False) as bar:
             for first in range(0, num, self.size):
@@ -74,8 +74,7 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RealImages(ImageSet):
-    """Images of a data set as their latents give them, so that what the codec loses is not held against a model, or as
-    they were before."""
+    """Images of a data set: originals, or decoded from latents so that the codec's losses do not count."""
 
     view: DatasetView
     codec: Codec
@@ -89,7 +88,7 @@ class RealImages(ImageSet):
         return about if self.originals is None else about | {"originals": True}
 
     def read(self, span: slice) -> Images:
-        self.view.latents(self.rows[span])  # refuses damaged ones
+        self.view.latents(self.rows[span])  # raises an error if they are damaged
         if self.originals is None:
             images = decode_rows(self.view.data, self.rows[span], self.codec, side=2**20)
         else:
@@ -99,13 +98,13 @@ class RealImages(ImageSet):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampledImages(ImageSet):
-    """Images that a model makes, one of each caption, with seeds from the first on."""
+    """A model's samples, one per caption, with consecutive seeds."""
 
     pipe: AtollPipeline
-    sampling: Sampling  # settled
+    sampling: Sampling  # with defaults filled in
     first_seed: int
-    folder: Path  # in which they are kept
-    clusters: NDArray[np.int64] | None = None  # of the images that the captions belong to, for oracle routing
+    folder: Path  # of the cache
+    clusters: NDArray[np.int64] | None = None  # of the captions' own images, for oracle routing
     bound: Tensor | None = None  # [C, 1, 1], the largest latents, for native samplers that clip x0
 
     def about(self, span: slice) -> dict[str, Any]:
@@ -145,7 +144,7 @@ class SampledImages(ImageSet):
 
     @cached_property
     def _expert(self) -> Expert:
-        """Returns the one expert of a model that is sampled on its own schedule."""
+        """Returns the only expert of a model, for sampling on its own schedule."""
         (card, *others) = self.pipe.index.experts
         if others or card is None:
             raise InputError(f"{self.sampling.solver} samples one expert on its own schedule: give a model of one")
@@ -155,7 +154,7 @@ class SampledImages(ImageSet):
         return expert
 
     def count_flops(self) -> float:
-        """Returns the FLOPs of an image's latents, on average over a few."""
+        """Returns the mean FLOPs per image for sampling latents, over a few images."""
         num = min(COUNTED, len(self.captions))
         with counting() as total:
             self.latents(slice(0, num))

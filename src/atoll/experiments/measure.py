@@ -1,4 +1,4 @@
-"""What images are measured by: networks, and what these see in the images that others are compared with."""
+"""Measures images with feature networks and metrics, against a reference set."""
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
@@ -26,11 +26,11 @@ from atoll.tensors import get_device
 OF_FEATURES = frozenset({"frechet", "kernel", "coverage", "labels"})
 
 Vectors = NDArray[np.float32]  # [N, D]
-Figures = dict[str, dict[str, Any]]  # as results.json has them
+Figures = dict[str, dict[str, Any]]  # as in results.json
 
 
 def figure(kind: str, value: float, error: float | None = None, network: Frozen | None = None) -> Figures:
-    """Returns a number with its error and with the network that saw the images, by its key."""
+    """Returns a figure with its error, under a key of its kind and the feature network, if any."""
     about = {"value": value, "error": error, "error_from": None if error is None else KINDS[kind].error_from}
     if network is None:
         return {kind: about}
@@ -45,15 +45,15 @@ def mean_of(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 class Reference(NamedTuple):
-    """What a network sees in the images that others are compared with."""
+    """The reference images as one network's features."""
 
     moments: Moments
-    vectors: Vectors  # of some of them
+    vectors: Vectors  # of some of the images
     reader: Reader | None  # of labels
 
 
 class MetricSuite:
-    """Judges sets of images by networks and metrics, against the images of a reference."""
+    """Measures sets of images by networks and metrics, against a reference set."""
 
     def __init__(
         self, settings: MetricSettings, metrics: Collection[str], reference: ImageSet, out: Path, progress: bool
@@ -66,7 +66,7 @@ class MetricSuite:
         self.distance = make_distance(settings.distance).to(self.device) if "diversity" in metrics else None
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Returns what results.json says of every network."""
+        """Returns the entries of all networks in results.json."""
         networks: list[Frozen | None] = [*self.networks.values(), self.distance, self.clip]
         return {
             network.spec: {"spec": network.spec, "dtype": dtype_name(network.dtype), **network.sizes(),
@@ -76,7 +76,7 @@ class MetricSuite:
 
     @cached_property
     def references(self) -> dict[str, Reference]:
-        """Returns what each network sees in the reference."""
+        """Returns the reference in the features of each network."""
         references = {}
         for name in self.networks:
             vectors = self.vectors(name, self.reference)
@@ -85,7 +85,7 @@ class MetricSuite:
         return references
 
     def vectors(self, name: str, images: ImageSet) -> Vectors:
-        """Returns the features that a network gives of images; those that were computed before are read."""
+        """Returns a network's features of the images, cached on disk."""
         spans = images.spans(f"seen by {name}", self.progress)
         return np.concatenate([self._vectors_of(name, images, span) for span in spans])
 
@@ -126,7 +126,7 @@ class MetricSuite:
         return figures
 
     def compare(self, name: str, vectors: Vectors) -> Figures:
-        """Returns the distances of features to those of the reference."""
+        """Returns the figures that compare features with those of the reference."""
         (moments, real, _), network = self.references[name], self.networks[name]
         figures: Figures = {}
         if "frechet" in self.metrics:
@@ -137,14 +137,14 @@ class MetricSuite:
         if "kernel" in self.metrics:
             figures |= figure("kernel", *kernel_distance(real, vectors), network)
         if "coverage" in self.metrics:
-            num = min(len(real), len(vectors), MOST_FOR_PAIRS)  # as many of each: recall grows with the number
+            num = min(len(real), len(vectors), MOST_FOR_PAIRS)  # equally many of each: recall grows with the number
             shares = measure_coverage(real[:num], vectors[:num], self.settings.neighbours)
             for kind, value in shares._asdict().items():
                 figures |= figure(kind, value, network=network)
         return figures
 
     def measure_groups(self, groups: Iterable[Images]) -> Figures:
-        """Returns how far apart the images of one prompt are, on average over prompts."""
+        """Returns the mean distance between images of the same prompt, averaged over prompts."""
         assert self.distance is not None
         means = [self.distance.mean_over_pairs([self._pixels(group)]) for group in groups]
         return figure("lpips_per_prompt", *mean_of(means), self.distance)

@@ -1,6 +1,6 @@
-"""The images that a data set was made of, which the papers compare with: what the codec loses counts then.
+"""The original images of a data set, which the papers compare with, so that the codec's losses count.
 
-A data set holds latents alone, so its source is read again, and images are known by the digest of their pixels.
+A data set holds only latents, so its source is read again; images are identified by the digest of their pixels.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ from atoll.storage import write_whole
 
 
 class Originals:
-    """Some rows of a data set as pixels, read from its source once and kept in the folder."""
+    """Rows of a data set as pixels, read from its source once and cached in the folder."""
 
     def __init__(self, source: str, view: DatasetView, rows: NDArray[np.int64], folder: Path, progress: bool) -> None:
         self.view, self.rows, self.progress = view, np.unique(rows), progress

@@ -1,6 +1,6 @@
-"""The report of a demo: one HTML file with its images inside, which asks nothing of any network.
+"""The report of a demo: one HTML file that contains its images and loads nothing from the network.
 
-report.html is the page, with the names of figures and pieces in braces; here the pieces are made.
+report.html is a template with the names of figures and fragments in braces; this module makes the fragments.
 """
 
 import base64
@@ -54,10 +54,10 @@ def render(
     curves: Sequence[Sequence[Points]],
     students: Mapping[str, Snapshot],
 ) -> str:
-    """Returns the whole page. Its policy forbids what it does not need: scripts, and anything from elsewhere.
+    """Returns the whole page. Its content security policy forbids scripts and external resources.
 
-    `samples` and `judged` are what the demo has drawn and read back, `curves` the losses of each expert, in training
-    and held out, `students` what those of few steps have drawn.
+    `samples` and `judged` are the demo's samples and evaluation, `curves` the losses of each expert, in training and
+    held out, `students` the evaluations of few-step students.
     """
     style, page = (files("atoll.experiments").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "html"))
     experts, compare = results["experts"], results.get("compare", {})
@@ -112,11 +112,11 @@ def _word(num: int) -> str:
 
 
 def _expert(k: int, expert: Mapping[str, Any], samples: Snapshot, train: Points, held_out: Points) -> dict[str, Any]:
-    """Returns some of the images that an expert learned from, and its losses on a logarithmic scale."""
+    """Returns some of an expert's training images, and its losses on a logarithmic scale."""
     images = samples.arrays[f"cluster_{k}"]
     columns, size, gap = min(10, len(images)), 3 * images.shape[1], 6
     width, height = columns * (size + gap) - gap, math.ceil(len(images) / columns) * (size + gap) - gap
-    sheet = Image.new("RGBA", (width, height))  # what lies behind shines through between images
+    sheet = Image.new("RGBA", (width, height))  # transparent between images
     paste_grid(sheet, images, 0, 0, size, gap, columns)
     steps, losses = np.array([*train, *held_out], np.float64).T
     heights = np.log(losses.clip(1e-6))
@@ -137,7 +137,7 @@ def _expert(k: int, expert: Mapping[str, Any], samples: Snapshot, train: Points,
 
 
 def _same(samples: Snapshot, i: int, names: Sequence[str]) -> dict[str, str]:
-    """Returns what each has made of a caption, from the same noise; the router's choice is framed."""
+    """Returns each model's and expert's image of a caption, from the same noise; the router's choice is framed."""
     chosen, cells = f"expert_{samples.about['painted_by'][i]}", []
     for name in names:
         label = MODELS.get(name, name.replace("_", " "))
@@ -147,7 +147,7 @@ def _same(samples: Snapshot, i: int, names: Sequence[str]) -> dict[str, str]:
 
 
 def _students(results: Mapping[str, Any], samples: Snapshot, students: Mapping[str, Snapshot]) -> list[dict[str, str]]:
-    """Returns a row of each student of few steps below one of its teacher: the same prompts from the same noise."""
+    """Returns a row of images per few-step student below its teacher's: the same prompts from the same noise."""
     rows = {"20 steps, the ensemble": (results, samples)} if students else {}
     for name, snapshot in students.items():
         num = name.removeprefix("steps_")
@@ -164,7 +164,7 @@ def _students(results: Mapping[str, Any], samples: Snapshot, students: Mapping[s
 
 
 def _trace(samples: Snapshot, i: int, caption: str) -> dict[str, str]:
-    """Returns who painted an image from noise to data: weights as areas on one another; the last stand until t = 0."""
+    """Returns the experts' weights from noise to data as stacked areas; the last weights hold until t = 0."""
     times, weights, at, images = (samples.arrays[f"trace_{i}_{key}"] for key in ("times", "weights", "at", "images"))
     labels = [*(f"where it was heading at t = {t:.2f}" for t in at), "the image"]
     tops = weights.cumsum(1).clip(0, 1)
@@ -187,7 +187,7 @@ def _aim(aim: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(snapshot: Snapshot, name: str) -> list[str]:
-    """Returns images with their captions; wrong ones are marked."""
+    """Returns images with their captions, the wrong ones marked."""
     about = snapshot.about
     return [
         _figure(image, caption, caption, "" if right else "wrong")
@@ -196,7 +196,7 @@ def _figures(snapshot: Snapshot, name: str) -> list[str]:
 
 
 def _figure(image: Picture, alt: str, caption: str = "", kind: str = "") -> str:
-    """Returns an image, enlarged fourfold, for browsers blur what they enlarge."""
+    """Returns an image, enlarged fourfold here because browsers blur when they enlarge."""
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     uri = _uri(scaled(image, 4 * len(image)))
     return f'<figure class="{kind}"><img src="{uri}" alt="{escape(alt)}">{below}</figure>'

@@ -1,12 +1,12 @@
-"""`atoll reproduce`: the papers' comparisons, at equal budget and with several seeds of training.
+"""`atoll reproduce`: the papers' comparisons, at equal budget and with several training seeds.
 
-OUT/pictures/, OUT/prepared/   the data, where it is given by name
-OUT/pretrained/                a DDPM DiT of other data, and the first weights that experts get of it
-OUT/data/PARTITION/            the data, cut into clusters
+OUT/pictures/, OUT/prepared/   the data, if it is given by name
+OUT/pretrained/                a DDPM DiT of other data, and the experts' initial weights converted from it
+OUT/data/PARTITION/            the data, partitioned into clusters
 OUT/seed_0/parts/              experts, monoliths and routers, each trained by a process of its own
-OUT/seed_0/models/             assembled of them
+OUT/seed_0/models/             models assembled from them
 OUT/evaluation/                their images, the features of these, and all figures
-OUT/results.json, results.md, and two images of each comparison: figures, and samples of the first seed
+OUT/results.json, results.md, and two plots per comparison: figures, and samples of the first seed
 
 Parts that several comparisons need are trained once. Rerun the command to resume.
 """
@@ -52,10 +52,10 @@ def reproduce(
     progress: bool = True,
     originals: str | None = None,
 ) -> dict[str, Any]:
-    """Trains, assembles, judges and tells; returns what results.json says.
+    """Trains, assembles, evaluates and writes results; returns the content of results.json.
 
-    `data` is a folder that `atoll prepare` has made of `originals`, or the name of a set, which is then fetched and
-    prepared in `out`. Without originals of a folder, images are compared with its decoded latents.
+    `data` is a folder that `atoll prepare` made from `originals`, or the name of a data set, which is then fetched and
+    prepared in `out`. For a folder without originals, images are compared with its decoded latents.
     """
     torch.set_num_threads(1)
     seeds = [get_studies(names, Lab(out, recipe, seed)) for seed in range(recipe.plan.seeds)]
@@ -84,7 +84,8 @@ def reproduce(
 def _pretrain(
     seeds: Sequence[Mapping[str, Study]], name: str, data: Path, out: Path, recipe: Recipe, progress: bool
 ) -> None:
-    """Makes what first weights are made of, if any part needs them: a published DiT, or other data to train one on."""
+    """Prepares the experts' initial weights, if any part needs them: converts a published DiT, or prepares data for
+    training one."""
     inits = {part.init for studies in seeds for study in studies.values() for row in study.rows
              for part in parts_of([row.model])} - {None}  # fmt: skip
     first, folder = recipe.pretrain, out / "pretrained"
@@ -100,10 +101,10 @@ def _pretrain(
 
 
 Node = tuple[Path, int | None, int | None, Contender | None, Contender | None]
-"""What is measured: data, a cluster of it or all, how many images, and a model; without one, real images. A second
-model is one whose images of the same noise the first's are correlated with."""
+"""A measurement: data, its cluster (None: all), the number of images, and a model (None: real images). With a second
+model, correlations with its images from the same noise are measured too."""
 Figures = tuple[dict[str, Any], Images]
-"""What a process tells of it: as results.json does, and the first images."""
+"""The result of a measurement: figures as in results.json, and the first images."""
 
 
 def _run(
@@ -115,7 +116,7 @@ def _run(
     engine: Engine,
     progress: bool,
 ) -> dict[str, Any]:
-    """Sees the studies of all seeds through."""
+    """Runs the studies of all seeds: trains, assembles, measures, and writes the results."""
     rows = [row for studies in seeds for study in studies.values() for row in study.rows]
     models = list(dict.fromkeys(row.model for row in rows))
     for folder in sorted({model.data for model in models}):
@@ -152,14 +153,14 @@ def _run(
 
 
 def _partition(data: Path, folder: Path, balance: float | None, progress: bool) -> None:
-    """Makes a copy of the data that is cut into clusters as the folder's name says."""
+    """Copies the data to `folder` and partitions the copy by the method and number in the folder's name."""
     if folder.exists():
         return
     staged = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
-    # Where the rows lie: in shards, or in the clusters of another partition.
+    # Rows are in shards, or, if the data is partitioned already, in its clusters.
     left_out = ("clusters", ".*") if (data / "shards").exists() else (".*",)
-    try:  # links stay links, which readers refuse, for they may lead anywhere
+    try:  # links stay links, which readers refuse, because they may point anywhere
         shutil.copytree(data, staged, symlinks=True, ignore=shutil.ignore_patterns(*left_out))
     except OSError as error:
         raise InputError(f"cannot copy {data} to {folder} ({reason_of(error)}): free the disk") from error
@@ -171,13 +172,13 @@ def _partition(data: Path, folder: Path, balance: float | None, progress: bool) 
 def _measure(
     studies: Sequence[Study], out: Path, recipe: Recipe, originals: str | None, engine: Engine, progress: bool
 ) -> dict[Node, Figures]:
-    """Measures each row of each seed once, however many tables it is in."""
+    """Measures each row of each seed once, even if it is in several tables."""
     real = dict.fromkeys(map(_node, studies))
     rows = dict.fromkeys(_node(study, row) for study in studies for row in study.rows)
     usual = recipe.plan.metric_settings(recipe.expert.device, originals=originals)
     measure = partial(_measure_node, out / "evaluation", usual)
     measured: dict[Node, Figures] = {}
-    for nodes in (real, rows):  # what all are compared with is there before it is needed
+    for nodes in (real, rows):  # first the real images, whose cached features all others need
         figures = tqdm(engine.map(measure, nodes), "judging", len(nodes), disable=not progress)
         measured |= zip(nodes, figures, strict=True)
     return measured
@@ -191,7 +192,7 @@ def _node(study: Study, row: Row | None = None) -> Node:
 
 
 def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dict[str, Any]:
-    """Describes a study, of which there is one per seed."""
+    """Returns a study's entry in results.json, over its seeds."""
     study = studies[0]
     rows: list[dict[str, Any]] = [{"name": REAL, "figures": measured[_node(study)][0]["figures"]}]
     for row, *others in zip(*(one.rows for one in studies), strict=True):
@@ -208,7 +209,7 @@ def _describe(studies: Sequence[Study], measured: Mapping[Node, Figures]) -> dic
 
 
 def _measure_node(out: Path, settings: MetricSettings, node: Node) -> Figures:
-    """Measures one, unless it was measured before: more seeds or other comparisons cost only what is new."""
+    """Measures a node, or returns the cached result, so that more seeds or comparisons cost only what is new."""
     data, cluster, num, contender, other = node
     evaluation = open_evaluation(data, out, settings if num is None else replace(settings, num=num), cluster)
     key = json.loads(json.dumps({

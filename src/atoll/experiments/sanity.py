@@ -1,8 +1,8 @@
-"""Whether figures can be trusted: images of nothing must score worse than real ones, and no model much better.
+"""Sanity checks of metrics: images of nothing must score worse than real ones, and no model much better.
 
-Precision and density ask whether images lie among the real ones in the space of features. Where features say little,
-it is their middle that lies among all of them: the mean image under a pattern of tiles, as a model draws it that has
-learned hardly anything, then scores as a photograph does. So as many such quilts are measured as real images.
+Precision and density measure whether samples lie among the real images in feature space. With uninformative features
+the middle of that space counts as such: the mean image under a pattern of tiles, which a model draws that has learned
+hardly anything, then scores like a photograph. So such quilts are measured too, as many as real images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from atoll.experiments.tables import LOWER, kind_of
 
-CHECKED, LEAST = 200, 50  # quilts, and as many real images; of fewer than LEAST, chance decides
+CHECKED, LEAST = 200, 50  # number of quilts and of real images; with fewer than LEAST, chance decides
 TILE = 8  # pixels
-CONTRAST = 0.5  # of the pattern, beside the contrast within real images
-AS_GOOD = 0.9  # of the figure of real images, for those of which more is better
-CROWDED = 1.5  # times the density of real images
+CONTRAST = 0.5  # of the pattern, relative to that within real images
+AS_GOOD = 0.9  # share of real images' figure from which quilts count as equally good, if higher is better
+CROWDED = 1.5  # multiple of real images' density from which a model's is suspicious
 
 
 def tells(key: str, real: float, quilts: float) -> bool:
-    """Returns whether quilts are worse than real images by a figure."""
+    """Returns whether quilts score worse than real images on a figure."""
     return quilts > real if kind_of(key).better == LOWER else quilts < AS_GOOD * real
 
 
 def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
-    """Returns as many images [N, S, S, 3] of nothing: the mean of these, and on it one random tile over and over."""
+    """Returns equally many images [N, S, S, 3] of nothing: the mean image with a random tile repeated over it."""
     num, side = images.shape[:2]
     within = np.sqrt(images.var((1, 2)).mean())
     tiles = np.random.default_rng(seed).standard_normal((num, TILE, TILE, 1))
@@ -37,7 +37,7 @@ def quilts_of(images: NDArray[np.uint8], seed: int = 0) -> NDArray[np.uint8]:
 
 
 def doubt_features(sanity: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns a sentence for each network by which quilts are as good as real images."""
+    """Returns a sentence for each network whose features rate quilts as high as real images."""
     numbers: dict[str, dict[str, str]] = {}
     for key, about in sanity.items():
         metric, _, network = key.partition("/")
@@ -52,7 +52,7 @@ def doubt_features(sanity: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def doubt_density(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a sentence for each model whose images are denser among real ones than real ones are."""
+    """Returns a sentence for each model whose density is far above that of real images."""
     counted = [model for model in models if model["num"] >= LEAST]
     real = [model["figures"] for model in counted if "hash" not in model]
     usual = {key: figure["value"] for figures in real for key, figure in figures.items() if key.startswith("density/")}

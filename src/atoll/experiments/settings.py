@@ -1,4 +1,4 @@
-"""What `atoll evaluate` measures. Apart, so that its --help need not wait for torch."""
+"""Settings of `atoll evaluate`. In a module of their own, so that its --help need not import torch."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,7 +9,7 @@ from atoll.errors import InputError, unknown
 
 METRICS = ("frechet", "kernel", "coverage", "diversity", "clip", "accuracy", "labels", "flops")
 SPLITS = ("held_out", "train", "all")
-MOST_IMAGES = 10**6  # of one seed: the seeds of their noise are counted in these
+MOST_IMAGES = 10**6  # per seed, so that each seed has its own range of noise seeds
 MOST_FOR_PAIRS = 10_000
 LEAST = {"first_seed": 0} | dict.fromkeys(("seeds", "neighbours", "varied"), 1)
 LEAST |= dict.fromkeys(("num", "paired", "num_reference", "each"), 2)
@@ -17,42 +17,42 @@ LEAST |= dict.fromkeys(("num", "paired", "num_reference", "each"), 2)
 
 @dataclass(frozen=True)
 class MetricSettings:
-    """What is measured."""
+    """The metrics to measure, and the images to measure them on."""
 
     num: int = 1000
     """Images per model and seed."""
     seeds: int = 1
-    """How many seeds; with several, figures are means, with errors over the seeds."""
+    """Number of seeds; with several, figures are means, with errors over the seeds."""
     first_seed: Annotated[int, tyro.conf.arg(name="seed")] = 0
     """The first seed."""
     features: tuple[str, ...] = ("efficientnet",)
-    """Networks that images are compared by: efficientnet, efficientnet:96, simple, dino:HUB_ID_OR_FOLDER,
-    clip:HUB_ID_OR_FOLDER, inception:FILE."""
+    """Feature networks: any of efficientnet, efficientnet:96, simple, dino:HUB_ID_OR_FOLDER, clip:HUB_ID_OR_FOLDER,
+    inception:FILE."""
     metrics: tuple[str, ...] = ()
     """Any of frechet, kernel, coverage, diversity, clip, accuracy, labels, flops; by default all that can be measured.
     """
     clip: str | None = None
-    """The CLIP of the CLIP score, as a hub id or a folder."""
+    """CLIP for the CLIP score: a hub id or a folder."""
     split: str | None = None
-    """Whose captions are prompts: held_out (the default where something is held out), train or all."""
+    """Split whose captions are the prompts: held_out (the default if anything is held out), train or all."""
     neighbours: int = 5
-    """How many neighbours of an image count, for precision, recall, density and coverage."""
+    """Number of nearest neighbours for precision, recall, density and coverage."""
     num_reference: Annotated[int, tyro.conf.arg(name="reference")] = 10_000
-    """Real images to compare with, at most."""
+    """Maximum number of real images to compare with."""
     reference_split: str = "train"
-    """What these are of: train, or held_out, as in the papers."""
+    """Split of these real images: train, or held_out as in the papers."""
     originals: str | None = None
-    """What the data was prepared from, as given to `atoll prepare`: then real images are these themselves, as in the
-    papers, and what the codec loses counts. Without, they are as their latents are decoded."""
+    """Source of the data, as given to `atoll prepare`: compares with the original images, as in the papers, so that the
+    codec's losses count. By default real images are decoded from their latents."""
     distance: str = "stlpips"
-    """What tells how varied images are: stlpips, or LPIPS itself by lpips:alexnet-owt-7be5be79.pth, with the file of
-    its channel weights after a comma where torchmetrics, which has them, is not installed."""
+    """Distance for diversity: stlpips, or LPIPS itself by lpips:alexnet-owt-7be5be79.pth, followed by a comma and the
+    file of its channel weights if torchmetrics, which has a copy, is not installed."""
     varied: int = 50
-    """Prompts of which several images are made, for diversity."""
+    """Number of prompts with several images each, for diversity."""
     each: int = 4
-    """Images of each of these prompts."""
+    """Images per such prompt."""
     paired: int = MOST_FOR_PAIRS
-    """Images whose distances to each other are averaged, for diversity over all prompts, at most."""
+    """Maximum number of images whose pairwise distances are averaged, for diversity over all prompts."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 

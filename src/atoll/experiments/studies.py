@@ -1,7 +1,7 @@
-"""The papers' comparisons as data: which parts each needs, which models are made of them, and what the papers report.
+"""The papers' comparisons as data: the parts and models that each needs, and the figures that the papers report.
 
 HDDM is *Heterogeneous Decentralized Diffusion Models*, DDM its predecessor. Their figures are Inception FID on data of
-another size and kind: they stand beside ours to compare the order of the rows, never the numbers.
+another size and kind: they are listed to compare the order of the rows, never the numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ from atoll.sampling.settings import Sampling
 from atoll.training.settings import DistillSettings, ExpertSettings, RouterSettings, read_settings, read_toml
 
 KMEANS, RANDOM = "kmeans", "random"
-SHARES = (4, 2)  # of a run: its checkpoints after a quarter and a half are judged too
-PLACES = (0, 3)  # the experts that HDDM trains by DDPM
-PAPER = "paper"  # conversion; without one, experts that predict noise are calibrated, and those alone
+SHARES = (4, 2)  # checkpoints after a quarter and a half of a run are evaluated too
+PLACES = (0, 3)  # the experts that HDDM trains with DDPM
+PAPER = "paper"  # conversion; the default is calibrated for noise-predicting experts, exact for others
 
 
 @dataclass(frozen=True)
 class Data:
-    """The [data] table of a recipe: how a set that is given by name is prepared."""
+    """The [data] table of a recipe: how a data set given by name is prepared."""
 
-    num: int = 10_000  # images, at most
+    num: int = 10_000  # maximum number of images
     size: int = 32
-    codec: str = "pca:plain"  # what the tables of docs/results.md were measured with
+    codec: str = "pca:plain"  # as for the tables of docs/results.md
     text: str = "words"
     features: str = "simple"
     holdout: float = 0.05
@@ -45,14 +45,14 @@ class Data:
         return PrepareSettings(*own, near_duplicates="keep", license=license_)
 
     def source(self, name: str, out: Path, progress: bool) -> tuple[Source, str]:
-        """Returns where the images of a set are, fetched if they are not there, and their licence."""
+        """Returns the source of a data set, fetched if necessary, and its licence."""
         if package := PACKAGES.get(name):
             tar = fetch(name, out / "pictures", min(self.num, package.num), progress=progress)
             return Source(str(tar), size=self.size), package.license
         return Source(name, num=self.num, size=self.size), "unknown"
 
     def make(self, name: str, out: Path, progress: bool) -> tuple[Path, Source]:
-        """Returns the folder with the prepared images, and their source; what is there is not made again."""
+        """Prepares a data set, unless that was done before; returns its folder and its source."""
         source, license_ = self.source(name, out, progress)
         prepare(source, out / "prepared", self.settings(license_), progress=progress)
         return out / "prepared", source
@@ -62,47 +62,47 @@ class Data:
 class Pretraining:
     """The [pretrain] table of a recipe: the DDPM DiT that experts start from (HDDM, section 3.5)."""
 
-    checkpoint: str | None = None  # a published one; None: one is trained, as follows
-    data: str = "cifar-10"  # a set by name, other than the experts' own
-    num: int = 10_000  # images, at most
+    checkpoint: str | None = None  # a published one; None: one is trained with the settings below
+    data: str = "cifar-10"  # a data set by name, other than the experts' own
+    num: int = 10_000  # maximum number of images
     steps: int = 2500
     batch: int = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The [study] table of a recipe: how large the comparisons are, and their two protocols of sampling."""
+    """The [study] table of a recipe: the size of the comparisons, and their two sampling protocols."""
 
     num_experts: int = 8
-    counts: tuple[int, ...] = (4, 8, 16)  # of experts, of the study `experts`
+    counts: tuple[int, ...] = (4, 8, 16)  # numbers of experts in the study `experts`
     times: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)  # of the study `threshold`
     seeds: int = 3
-    balance: float | None = 1.3  # clusters are at most so many times as large as their mean
-    ddpm_weighting: str | None = None  # None: as plain as the paper's
-    num: int = 1000  # images of each model
-    split: str | None = None  # whose captions are prompts: held_out, train or all
-    reference: int = 10_000  # images to compare with, at most
-    reference_split: str = "held_out"  # what these are of, as in the papers, or train
-    originals: bool = True  # they are the images themselves, not what the codec makes of them
+    balance: float | None = 1.3  # maximum size of a cluster as a multiple of their mean
+    ddpm_weighting: str | None = None  # None: plain, as in the paper
+    num: int = 1000  # images per model
+    split: str | None = None  # split whose captions are the prompts: held_out, train or all
+    reference: int = 10_000  # maximum number of images to compare with
+    reference_split: str = "held_out"  # split of these images: held_out, as in the papers, or train
+    originals: bool = True  # compare with original images, not with decoded latents
     features: tuple[str, ...] = ("efficientnet",)
-    metrics: tuple[str, ...] = ()  # all that can be measured
-    distance: str = "stlpips"  # of diversity; LPIPS itself is lpips:FILES
+    metrics: tuple[str, ...] = ()  # (): all that can be measured
+    distance: str = "stlpips"  # for diversity; LPIPS itself is lpips:FILES
     clip: str | None = None
     varied: int = 50
     each: int = 4
-    paired: int = 10_000  # images whose distances to each other are averaged, at most
+    paired: int = 10_000  # maximum number of images whose pairwise distances are averaged
     guidance: float = 2.0  # HDDM: 7.5, with 50 steps
     steps: int = 20
     conversion_guidance: float | None = (
         None  # of Table 3 and half of Table 4, HDDM: 6, with 75 steps; 0.8 and 1.5 times
     )
     conversion_steps: int | None = None
-    conversion_num: int | None = None  # images of Table 3, HDDM: 5,000
+    conversion_num: int | None = None  # images per model in Table 3, HDDM: 5,000
     solver: str = "multistep"  # HDDM: euler
-    routing: str = "top1"  # where a table does not compare policies
+    routing: str = "top1"  # in tables that do not compare policies
     router: str = "router"  # reads the text; HDDM's is a blind-router
-    batch: int = 250  # images at a time, which experts share
-    student_steps: int | None = None  # of the student and of the monoliths beside it; as many as an expert's
+    batch: int = 250  # images per sampling batch, shared by the experts
+    student_steps: int | None = None  # of the student and the monoliths compared with it; None: an expert's
 
     def __post_init__(self) -> None:
         for name, such_as in (("features", "simple"), ("metrics", "frechet")):
@@ -124,12 +124,12 @@ class Plan:
 
     @property
     def sampling(self) -> Sampling:
-        """Returns the aligned protocol, of all tables but the third."""
+        """Returns the aligned protocol, used in all tables but the third."""
         return Sampling(self.steps, self.guidance, self.solver, self.routing, batch=self.batch)
 
     @property
     def conversion_sampling(self) -> Sampling:
-        """Returns that of Table 3, and of the middle rows of Table 4."""
+        """Returns the protocol of Table 3, and of the middle rows of Table 4."""
         guidance, steps = self.conversion_guidance, self.conversion_steps
         guidance = 0.8 * self.guidance if guidance is None else guidance
         return replace(self.sampling, guidance=guidance, steps=steps or round(1.5 * self.steps))
@@ -144,7 +144,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how it is judged. `expert.batch` is the monolith's; experts have equal shares of it."""
+    """Settings of training and evaluation. `expert.batch` is the monolith's; experts have equal shares of it."""
 
     plan: Plan
     expert: ExpertSettings
@@ -154,7 +154,7 @@ class Recipe:
 
     @classmethod
     def read(cls, given: str | Path) -> "Recipe":
-        """Reads one that comes with atoll, by its name, or a file."""
+        """Reads a recipe that ships with atoll, by name, or a file."""
         content, where = read_toml(given), str(given)
         expert = read_settings(content, ExpertSettings, where)
         for name in ("objective", "schedule", "weighting"):
@@ -165,19 +165,19 @@ class Recipe:
         return cls(plan, expert, read_settings(content, RouterSettings, where), data, first)
 
     def check(self) -> None:
-        """Finds whatever is wrong before anything is done."""
+        """Raises an InputError for invalid settings before any work is done."""
         for spec in self.plan.metric_settings(self.expert.device).features:
             make_features(spec)
         self.data.settings()
 
 
 class Row(NamedTuple):
-    """A line of a table."""
+    """A row of a table."""
 
     label: str
     model: ModelNode
     sampling: Sampling
-    hddm: str = ""  # what the paper reports
+    hddm: str = ""  # the figure that the paper reports
     ddm: str = ""
 
 
@@ -189,15 +189,15 @@ class Study:
         correlated: bool = False,
     ) -> None:  # fmt: skip
         self.title, self.claim, self.rows = title, claim, rows
-        self.cluster = cluster  # prompts and reference are of this one alone
-        self.num = num  # images of each model, if not as many as in other tables
-        self.correlated = correlated  # whether images are also compared with those of the first row, seed by seed
-        self.data = rows[-1].model.data  # of the last row, for oracle routing asks for the clusters of prompts
+        self.cluster = cluster  # restricts prompts and reference to this cluster
+        self.num = num  # images per model, if other than in the other tables
+        self.correlated = correlated  # whether images are also correlated with the first row's, seed by seed
+        self.data = rows[-1].model.data  # the last row's, since oracle routing needs its clusters
 
 
 @dataclass(frozen=True)
 class Lab:
-    """The parts, models and tables of one seed of training, and where they are."""
+    """Makes the parts and models of one training seed, and their folders."""
 
     out: Path
     recipe: Recipe
@@ -205,7 +205,7 @@ class Lab:
 
     @property
     def pretrained(self) -> Part | Path:
-        """Returns what experts start from, the same for all seeds: a DDPM DiT of other data, or a published one."""
+        """Returns the experts' initial weights for all seeds: a DDPM DiT of other data, or a published one."""
         first, usual, folder = self.recipe.pretrain, self.recipe.expert, self.out / "pretrained"
         if first.checkpoint is not None:
             return folder / "converted"
@@ -219,10 +219,10 @@ class Lab:
         self, kind: str, num: int, cluster: int | None = None, method: str = KMEANS, init: Part | Path | None = None,
         model: str = "",
     ) -> Part:  # fmt: skip
-        """Returns an expert (fm, ddpm, fm-cosine), of all data without a cluster, or a router (router, blind-router).
+        """Returns an expert (fm, ddpm, fm-cosine), a monolith if `cluster` is None, or a router (router, blind-router).
 
-        It shares a budget as the papers do: the same steps for all, and the monolith's batch divided by the experts.
-        `model` are options of its size, such as :zero.
+        The budget is shared as in the papers: equal steps for all, and the monolith's batch divided among the experts.
+        `model` are options appended to the size, such as :zero.
         """
         name, usual = f"{method}_{num}_{kind}", self.recipe.expert
         settings: ExpertSettings | RouterSettings
@@ -240,7 +240,7 @@ class Lab:
                 usual, objective=objective, schedule=schedule or None, weighting=weighting, seed=self.seed,
                 batch=usual.batch // share, model=usual.model + model,
             )  # fmt: skip
-            _ = settings.resolved_objective  # whatever is wrong is found now
+            _ = settings.resolved_objective  # fail now if it is invalid
         if init is not None:
             name += "_from_pretrained"
         folder, data = self.out / f"seed_{self.seed}" / "parts" / name, self.out / "data" / f"{method}_{num}"
@@ -252,7 +252,7 @@ class Lab:
     def ensemble(
         self, num: int, num_ddpm: int = 0, method: str = KMEANS, router: str = "", pretrained: bool = False
     ) -> ModelNode:
-        """Returns an ensemble with experts 0, 3 and then others of DDPM."""
+        """Returns an ensemble with `num_ddpm` DDPM experts: 0, 3, and then the others in order."""
         router = router or self.recipe.plan.router
         name = f"{method}-{num_ddpm}ddpm-{num - num_ddpm}fm{'-blind' if router == 'blind-router' else ''}"
         init = self.pretrained if pretrained else None
@@ -261,14 +261,14 @@ class Lab:
         return self.model(name + "-pretrained" * pretrained, *experts, self.part(router, num, method=method))
 
     def alone(self, *kinds: str, pretrained: bool = False, model: str = "") -> ModelNode:
-        """Returns experts of one cluster, the first, without a router."""
+        """Returns a model of experts that were all trained on the first cluster, without a router."""
         init = self.pretrained if pretrained else None
         parts = (self.part(kind, self.recipe.plan.num_experts, 0, init=init, model=model) for kind in kinds)
         name = "-".join(("cluster", *kinds)) + model.replace(":", "-")
         return self.model(name + "-pretrained" * pretrained, *parts)
 
     def on_the_way(self, model: ModelNode, share: int) -> ModelNode:
-        """Returns a model of its experts' checkpoints after one over `share` of their steps, with its last router."""
+        """Returns the model with its experts' checkpoints after 1/`share` of their steps, and its final router."""
 
         def early(part: Part) -> Part:
             if isinstance(part.settings, RouterSettings):
@@ -282,7 +282,7 @@ class Lab:
         return model._replace(folder=folder, parts=tuple(map(early, model.parts)))
 
     def student(self, teacher: ModelNode) -> ModelNode:
-        """Returns a dense model of one expert's size and batch that learns the ensemble's velocity."""
+        """Returns a dense student of one expert's size and batch, distilled from the ensemble."""
         expert = teacher.parts[0].settings
         names = {f.name for f in fields(DistillSettings)} - {"objective", "teacher", "guidance"}
         own = {name: value for name, value in asdict(expert).items() if name in names}
@@ -293,18 +293,18 @@ class Lab:
 
 
 def studies_of(lab: Lab) -> dict[str, Callable[[], Study]]:
-    """Returns what makes each comparison, by name."""
+    """Returns functions that make the comparisons, by name."""
     plan = lab.recipe.plan
     num, usual, protocol = plan.num_experts, plan.sampling, plan.conversion_sampling
     homogeneous, quarter = lab.ensemble(num), max(2, num // 4)
-    single = replace(usual, routing="top1")  # of one network
-    monolith = lab.model("monolith-fm", lab.part("fm", num))  # with the batch of all experts
+    single = replace(usual, routing="top1")  # for models of one network
+    monolith = lab.model("monolith-fm", lab.part("fm", num))  # with the batch of all experts together
 
     def by(routing: str, how: Sampling = usual) -> Sampling:
         return replace(how, routing=routing)
 
     def both(label: str, model: ModelNode, how: Sampling, hddm: str = "") -> list[Row]:
-        """Returns a row for each conversion of DDPM experts; the paper's figure stands beside its own."""
+        """Returns a row per conversion of DDPM experts; the paper's figure is listed with the paper's conversion."""
         return [
             Row(f"{label}, the paper's conversion", model, replace(how, conversion=PAPER), hddm),
             Row(f"{label}, calibrated", model, how),
@@ -481,7 +481,7 @@ def _from(pretrained: bool) -> str:
 
 
 def _monolith_of_share(lab: Lab, num: int, times: int) -> ModelNode:
-    """Returns a monolith whose batch is so many times one expert's share, trained for the student's steps."""
+    """Returns a monolith whose batch is `times` one expert's share, trained for the student's steps."""
     whole, usual = lab.part("fm", num), lab.recipe.expert
     batch, steps = times * usual.batch // num, lab.recipe.plan.student_steps or usual.steps
     name = f"{whole.folder.name}_batch_{batch}" + ("" if steps == usual.steps else f"_steps_{steps}")
@@ -494,7 +494,7 @@ def _monolith_of_share(lab: Lab, num: int, times: int) -> ModelNode:
 
 
 def get_studies(names: Sequence[str], lab: Lab) -> dict[str, Study]:
-    """Returns the comparisons of these names."""
+    """Returns the comparisons with these names."""
     studies = studies_of(lab)
     for name in names:
         if name not in studies:

@@ -1,4 +1,4 @@
-"""Figures that images are judged by, and tables of them; each number is named with what measured it."""
+"""The kinds of figures, and tables of them; each figure's name says what measured it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ COUNTED = (FLOPS, TRAINING_FLOPS, PARAMETERS)
 
 
 class Kind(NamedTuple):
-    """A kind of figure; its key in results.json is followed by a slash and the network that sees the images, if any."""
+    """A kind of figure; its key in results.json is followed by a slash and the feature network, if any."""
 
     title: str  # {by} is the network
     better: str = HIGHER
-    error_from: str = "pictures"  # where there is one set of images alone
-    in_studies: bool = True  # whether the tables of `atoll reproduce` have it
+    error_from: str = "pictures"  # if there is only one set of images
+    in_studies: bool = True  # whether it is in the tables of `atoll reproduce`
 
 
 _FRECHET, _KERNEL = "Frechet distance ({by}; not Inception FID)", "Kernel distance ({by}; not Inception KID)"
@@ -57,7 +57,7 @@ NETWORKS = {
 }
 HEADS = {"hddm": "HDDM, FID", "ddm": "DDM, FID"}
 
-Figures = Mapping[str, Mapping[str, Any]]  # by key: value, error, error_from, and features where a network saw them
+Figures = Mapping[str, Mapping[str, Any]]  # by key: value, error, error_from, and features if a network was used
 Model = Mapping[str, Any]  # with "name" and "figures"; real images have no "hash"
 
 
@@ -69,7 +69,7 @@ def kind_of(key: str) -> Kind:
 
 
 def name_of(key: str) -> str:
-    """Returns what a figure is called: `frechet/simple` is no FID, and says so."""
+    """Returns the title of a figure, such as one for `frechet/simple` that says that it is not FID."""
     network = key.partition("/")[2]
     family, _, detail = network.partition(":")
     by = NETWORKS.get(family, f"{network} features")
@@ -84,7 +84,7 @@ def name_of(key: str) -> str:
 
 
 def over_seeds(sets: Sequence[Figures]) -> dict[str, dict[str, Any]]:
-    """Returns each figure over seeds: its mean, the deviation where there are several, and all values."""
+    """Returns each figure over seeds: its mean, the standard deviation if there are several seeds, and all values."""
     figures = {}
     for key, first in sets[0].items():
         values = [float(own[key]["value"]) for own in sets]
@@ -95,13 +95,13 @@ def over_seeds(sets: Sequence[Figures]) -> dict[str, dict[str, Any]]:
 
 
 def keys_of(models: Sequence[Model], kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
-    """Returns all figures of these kinds that any model has, in the order in which kinds are listed."""
+    """Returns the keys of these kinds that any model has, in the order of `kinds`."""
     keys = dict.fromkeys(key for model in models for key in model["figures"])
     return [key for kind in kinds for key in keys if key.partition("/")[0] == kind]
 
 
 def format_value(key: str, value: float) -> str:
-    """Returns a figure with as many digits as it has use for."""
+    """Returns a figure with a sensible number of digits."""
     if key in COUNTED:
         power = max(0, min(6, int(math.log10(max(value, 1))) // 3))
         return f"{value / 1000**power:.3g}{['', ' k', ' M', ' G', ' T', ' P', ' E'][power]}"
@@ -111,11 +111,11 @@ def format_value(key: str, value: float) -> str:
 
 
 def with_error(key: str, figure: Mapping[str, Any]) -> str:
-    """Returns a figure and its error, both to the second digit of the error; FLOPs are counted, and have none."""
+    """Returns a figure and its error, both to two digits of the error; FLOPs and parameters have no error."""
     value, error = figure["value"], figure["error"]
     if error is None or key in COUNTED:
         return format_value(key, value)
-    if error <= 1e-9 * abs(value):  # all the same, but for rounding
+    if error <= 1e-9 * abs(value):  # equal but for rounding
         return f"{format_value(key, value)} ± 0"
     digits = max(0, min(8, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}"
@@ -133,19 +133,19 @@ def cell_of(key: str, model: Model, models: Sequence[Model]) -> str:
 
 
 def _beats(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether it is better by more than both errors together; of FLOPs, which are counted, by more than a hundredth."""
+    """Returns whether a figure is better by more than the combined error; for counted ones, by about a hundredth."""
     lead = one["value"] - other["value"]
     errors = [figure["value"] / 100 if key in COUNTED else figure["error"] for figure in (one, other)]
     return None not in errors and (-lead if kind_of(key).better == LOWER else lead) > math.hypot(*errors)
 
 
 def plain(text: str) -> str:
-    """Returns text that stays in one cell of a table, whatever a name holds."""
+    """Returns text escaped so that it stays in one cell of a table."""
     return "".join(filter(str.isprintable, text)).replace("|", "\\|")
 
 
 def draw_metrics(models: Sequence[Model], kinds: Sequence[str] = tuple(KINDS)) -> Image.Image:
-    """Draws a panel of bars per figure, the real images in grey, with errors as whiskers."""
+    """Draws a panel of bars per figure, with real images in grey and errors as whiskers."""
 
     def bar(model: Model, key: str) -> Bar:
         name, is_reference, figure = model["name"], "hash" not in model, model["figures"].get(key)
@@ -161,7 +161,7 @@ def draw_metrics(models: Sequence[Model], kinds: Sequence[str] = tuple(KINDS)) -
 
 
 def render_table(results: Mapping[str, Any]) -> str:
-    """Returns Markdown: a row per figure, a column per model, and below it what one must know to repeat or compare."""
+    """Returns Markdown: a row per figure, a column per model, and below it the details to reproduce or compare them."""
     models, prompts, reference, data = (results[key] for key in ("models", "prompts", "reference", "data"))
     sizes = [f"{model['num']}" if model["seeds"] == 1 else f"{model['seeds']} x {model['num']}" for model in models]
     lines = [
@@ -196,7 +196,7 @@ def render_table(results: Mapping[str, Any]) -> str:
 
 
 def _errors(models: Sequence[Model]) -> str:
-    """Returns what the errors of the table come from, with the kinds of figures of which each is."""
+    """Returns what the errors in the table are computed over, with the figures of each kind."""
     kinds: dict[str, dict[str, None]] = {}
     for key in keys_of(models):
         for model in models:
@@ -209,7 +209,7 @@ def _errors(models: Sequence[Model]) -> str:
 
 
 def render_results(results: Mapping[str, Any]) -> str:
-    """Returns Markdown: a table per comparison."""
+    """Returns Markdown with a table per comparison."""
     data, plan, expert = results["data"], results["recipe"]["plan"], results["recipe"]["expert"]
     reference = results["reference"]
     flops = {name: f"{format_value(FLOPS, value)}FLOPs" for name, value in results["training_flops"].items()}

@@ -1,1 +1,1 @@
-"""Arrays in, numbers out."""
+"""Metrics of images and features: functions from arrays to numbers."""

@@ -1,4 +1,4 @@
-"""The CLIP score: how well an image and its caption go together, by a CLIP from a folder or the hub."""
+"""The CLIP score: how well images match their captions, by a CLIP from a folder or the hub."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -12,7 +12,7 @@ from atoll.encoders.text import CLIPText
 
 
 class CLIPScore(Frozen):
-    """transformers' CLIPModel: 100 times the cosine of the angle between an image's embedding and its caption's."""
+    """Scores by transformers' CLIPModel: 100 times the cosine similarity of an image's and its caption's embeddings."""
 
     def __init__(self, model: Any, tokenizer: Any, where: str) -> None:
         super().__init__()
@@ -23,21 +23,21 @@ class CLIPScore(Frozen):
 
     @classmethod
     def open(cls, where: str) -> Self:
-        """Opens one from a hub id or a folder that holds both sides and the tokenizer."""
+        """Loads one from a hub id or a folder with both encoders and the tokenizer."""
         place = locate(where, ("",), ("clip",))
         model: Any = load_model("transformers", "CLIPModel", place, torch.float32, spare=r".*position_ids$")
         return cls(model, CLIPText.open(where, torch.float32).tokenizer, where)
 
     @torch.no_grad()
     def scores(self, images: Tensor, captions: Sequence[str]) -> Tensor:
-        """Returns those of images [B, 3, S, S] in [-1, 1], each with its caption: [B], at most 100, mostly 15 to 35."""
+        """Returns scores[B] of images [B, 3, S, S] in [-1, 1] and their captions: at most 100, mostly 15 to 35."""
         ids = self.text.tokenize(captions).long().to(images.device)
         pixels = clip_pixels(images, self.size)
         places = torch.arange(len(images), device=images.device)
         return one_by_one(lambda rows: self._cosines(pixels[rows], ids[rows]), places).float() * 100
 
     def _cosines(self, pixels: Tensor, ids: Tensor) -> Tensor:
-        output = self.model(input_ids=ids, pixel_values=pixels)  # its embeddings have length 1
+        output = self.model(input_ids=ids, pixel_values=pixels)  # the embeddings are normalised
         return torch.as_tensor((output.image_embeds * output.text_embeds).sum(1))
 
     def sizes(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""How much images differ as people see it: mean distances over pairs, by LPIPS, shift-tolerant or the original.
+"""Diversity: mean perceptual distance over pairs of images, by shift-tolerant or original LPIPS.
 
-LPIPS is Zhang et al. 2018, from the user's own files. The shift-tolerant one is Ghildyal and Liu 2022; its weights are
-those of the package `stlpips-pytorch` (BSD-2), whose code is not imported: it asks for torchvision, IPython and
-torchsummary. The distance of two images is a weighted sum of squared differences of features, so its mean over all
-pairs of N images needs each image once, and no pair at all.
+LPIPS is Zhang et al. 2018, from the user's own files. Shift-tolerant LPIPS is Ghildyal and Liu 2022, with the weights
+of the package `stlpips-pytorch` (BSD-2), whose code is not imported because it needs torchvision, IPython and
+torchsummary. The distance of two images is a weighted sum of squared differences of features, so the mean over all
+pairs of N images follows from one pass over the images.
 """
 
 import re
@@ -22,18 +22,18 @@ from atoll.networks.published import read_weights
 from atoll.storage import reason_of
 
 PACKAGE, WEIGHTS = "stlpips-pytorch", "alex_shift_tolerant.pth"
-FIRST_LAYERS = (0, 3, 7, 11, 13)  # of each stage, as the package counts
-SMALLEST = 64  # the size of the images it was trained on; smaller ones are scaled up to it
+FIRST_LAYERS = (0, 3, 7, 11, 13)  # index of each stage's first layer in the package
+SMALLEST = 64  # the size of the images it was trained on, to which smaller ones are enlarged
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of LPIPS 0.1
 
 
 def blur(channels: int) -> nn.Conv2d:
-    """Returns what halves a map after a 3 x 3 binomial filter, with two pixels reflected about each edge."""
+    """Returns a layer that halves a feature map after a 3 x 3 binomial filter, with reflection padding of two."""
     return nn.Conv2d(channels, channels, 3, 2, 2, groups=channels, bias=False, padding_mode="reflect")
 
 
 class Distance(Frozen):
-    """AlexNet with blurs in place of strides, and a weight for each channel of its five stages."""
+    """Shift-tolerant LPIPS: AlexNet with blurs instead of strides, and a weight per channel of its five stages."""
 
     spec = "stlpips-alex"
     smallest = SMALLEST
@@ -59,14 +59,14 @@ class Distance(Frozen):
 
     @classmethod
     def pretrained(cls) -> "Distance":
-        """Opens it with the weights of the PyPI package."""
+        """Loads the weights of the PyPI package."""
         model = cls()
         model.load_state_dict(_renamed(read_weights(find_weights())))
         return model.eval()
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> list[Tensor]:
-        """Returns images [B, 3, S, S] in [-1, 1] as unit vectors at each place of each stage: [B, C, h, w] each."""
+        """Returns the normalised features of images [B, 3, S, S] in [-1, 1]: [B, C, h, w] of each stage."""
         x = resize(check_images(images), max(images.shape[2], self.smallest)).to(self.get_buffer("shift").device)
         x = (x - self.get_buffer("shift")) / self.get_buffer("scale")
         maps = []
@@ -76,7 +76,7 @@ class Distance(Frozen):
         return maps
 
     def mean_over_pairs(self, batches: Iterable[Tensor]) -> float:
-        """Returns the mean distance over all pairs of images, which come in batches: twice the weighted variance."""
+        """Returns the mean distance over all pairs of images in these batches: twice the weighted variance."""
         num, squares, sums = 0, 0.0, [torch.zeros(())] * len(self.stages)
         for image in (one for batch in batches for one in batch.split(1)):
             maps = [x[0].double() for x in self.embed(image)]
@@ -88,7 +88,7 @@ class Distance(Frozen):
         return max(0.0, 2 * num / (num - 1) * (squares / num - of_mean))
 
     def _weigh(self, maps: list[Tensor]) -> float:
-        """Returns the sum over channels, weighed, of the means over places: [C, h, w] each to one number."""
+        """Returns the weighted sum over all channels of the spatial means of maps [C, h, w]."""
         pairs = zip(maps, self.channel_weights, strict=True)
         return float(torch.stack([(x.mean((1, 2)) * w.double()).sum() for x, w in pairs]).sum())
 
@@ -96,7 +96,7 @@ class Distance(Frozen):
         return {"transform": f"at least {self.smallest} pixels wide, LPIPS's mean and deviation"}
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns them by the names that the fingerprint has always had."""
+        """Returns the weights by the names that fingerprints of earlier versions used."""
         state = {name.removeprefix("channel_"): value for name, value in self.state_dict().items()}
         return {name.replace(".1.weight", ".1.filt"): value for name, value in state.items()}
 
@@ -105,10 +105,10 @@ class Distance(Frozen):
 
 
 class LPIPS(Distance):
-    """LPIPS 0.1 itself: the plain AlexNet."""
+    """LPIPS 0.1 itself, with the plain AlexNet."""
 
     spec = "lpips-alex"
-    smallest = 32  # of AlexNet, which has nothing left of less
+    smallest = 32  # AlexNet's feature maps would be empty for less
 
     def make_stages(self) -> Sequence[Sequence[nn.Module]]:
         pool, relu = nn.MaxPool2d(3, 2), nn.ReLU()
@@ -122,7 +122,7 @@ class LPIPS(Distance):
 
     @classmethod
     def open(cls, backbone: Path, heads: Path | None = None) -> "LPIPS":
-        """Opens it with torchvision's AlexNet and the channel weights of `lpips`, by default torchmetrics' copy."""
+        """Loads torchvision's AlexNet and the channel weights of `lpips`, by default torchmetrics' copy."""
         heads = heads or installed_files("torchmetrics", "dev", ["alex.pth"])[0]
         model, named = cls(), {}
         for stage, (number, place) in enumerate(zip((0, 3, 6, 8, 10), (0, 1, 1, 0, 0), strict=True)):
@@ -140,7 +140,7 @@ class LPIPS(Distance):
 
 
 def make_distance(spec: str) -> Distance:
-    """Returns what `stlpips` or `lpips:BACKBONE[,HEADS]` stand for."""
+    """Loads the distance named by `stlpips` or `lpips:BACKBONE[,HEADS]`."""
     kind, _, files = spec.partition(":")
     if spec == "stlpips":
         return Distance.pretrained()
@@ -154,7 +154,7 @@ def find_weights() -> Path:
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the package's weights by our names: stages count their layers from 0, a 1 x 1 convolution is a vector."""
+    """Returns the package's weights by our names: layers are counted per stage, 1 x 1 convolutions are vectors."""
     renamed = {}
     for name, value in weights.items():
         if layer := re.fullmatch(r"net\.slice(\d)\.(\d+)\.(\w+)", name):

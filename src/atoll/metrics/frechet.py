@@ -1,4 +1,4 @@
-"""The Frechet distance between two clouds of features, each taken for a Gaussian (FID, with any features)."""
+"""The Frechet distance between two sets of features, each approximated by a Gaussian (FID, with any features)."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from atoll.errors import InputError
 
-POINTS = 12  # sizes of subsets that the extrapolation is drawn through
-GROUPS = 10  # parts, each left out once, from which the error is told
+POINTS = 12  # number of subset sizes that the extrapolation is fitted to
+GROUPS = 10  # groups of the jackknife, each left out once
 
 Array = NDArray[np.float64]
 
@@ -21,14 +21,14 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, features: NDArray[np.floating]) -> "Moments":
-        """Returns those of features [N, D], N at least 2."""
+        """Returns the moments of features [N, D], N at least 2."""
         points = check_finite(features)
         mean = points.mean(0)
         return cls(mean, np.asarray(np.linalg.qr((points - mean) / np.sqrt(len(points) - 1), mode="r")))
 
 
 def check_finite(features: NDArray[np.floating]) -> Array:
-    """Returns features [N, D] in float64, if none is NaN or infinite."""
+    """Returns features [N, D] in float64; raises an InputError if any is NaN or infinite."""
     points = np.asarray(features, np.float64)
     if num := int((~np.isfinite(points).all(1)).sum()):
         raise InputError(f"the features of {num} images are not finite: their network's weights are damaged")
@@ -38,8 +38,8 @@ def check_finite(features: NDArray[np.floating]) -> Array:
 def frechet_distance(one: Moments, other: Moments) -> float:
     """Returns |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)).
 
-    With S = F^T F, the trace of (S1 S2)^(1/2) is the sum of the singular values of F1 F2^T: no matrix root and no
-    complex numbers, also where there are fewer samples than dimensions.
+    With S = F^T F, the trace of (S1 S2)^(1/2) is the sum of the singular values of F1 F2^T: this needs no matrix root
+    and no complex numbers, even with fewer samples than dimensions.
     """
     shared = np.linalg.svd(one.factor @ other.factor.T, compute_uv=False).sum()
     variances = (one.factor**2).sum() + (other.factor**2).sum()
@@ -49,8 +49,7 @@ def frechet_distance(one: Moments, other: Moments) -> float:
 def frechet_error(reference: Moments, features: NDArray[np.floating]) -> float:
     """Returns the standard error of the distance of features [N, D], N at least 4, by the jackknife.
 
-    Not by the bootstrap: a sample drawn with repetition has fewer distinct images, and a larger distance for that
-    alone.
+    The bootstrap would be biased: a resample has fewer distinct images, and a larger distance for that alone.
     """
     parts = np.array_split(np.arange(len(features)), min(GROUPS, len(features) // 2))
     distances = [frechet_distance(reference, Moments.of(np.delete(features, part, 0))) for part in parts]
@@ -58,15 +57,15 @@ def frechet_error(reference: Moments, features: NDArray[np.floating]) -> float:
 
 
 def least_for_infinity(dim: int) -> int:
-    """Returns how many images an extrapolation needs: of fewer, the bias is no straight line in 1 / N."""
+    """Returns how many images an extrapolation needs: with fewer, the bias is not linear in 1 / N."""
     return 4 * dim
 
 
 def frechet_infinity(reference: Moments, features: NDArray[np.floating], seed: int = 0) -> tuple[float, float]:
-    """Returns the distance without the bias of a finite number of samples, and its error (Chong and Forsyth 2020).
+    """Returns the distance extrapolated to infinitely many samples, and its error (Chong and Forsyth 2020).
 
-    The bias is nearly linear in 1 / N, so distances of random subsets of several sizes lie on a line, and it is read
-    where it meets 1 / N = 0. What bias the reference has, from its own number of images, stays.
+    The bias is nearly linear in 1 / N, so a line is fitted to the distances of random subsets of several sizes, and
+    evaluated at 1 / N = 0. The bias due to the finite size of the reference remains.
     """
     num, rng = len(features), np.random.default_rng(seed)
     sizes = np.unique(np.round(1 / np.linspace(2 / num, 1 / num, POINTS)).astype(int))

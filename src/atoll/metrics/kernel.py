@@ -11,10 +11,10 @@ SUBSETS, SUBSET_SIZE = 100, 1000
 def kernel_distance(
     real: NDArray[np.floating], made: NDArray[np.floating], num_subsets: int = SUBSETS, subset_size: int | None = None
 ) -> tuple[float, float]:
-    """Returns the mean and deviation over random subsets of as many of features [N, D] and [M, D].
+    """Returns the mean and standard deviation over random subsets, of equal size, of features [N, D] and [M, D].
 
-    A subset has 1000, or half of the images where there are fewer than 2000: larger ones would hardly differ. The mean
-    may fall below 0, for it has no bias.
+    A subset has 1000 images, or half of them if there are fewer than 2000: larger subsets would hardly differ from each
+    other. The estimate is unbiased, so the mean may be negative.
     """
     real, made = check_finite(real), check_finite(made)
     size = subset_size or min(SUBSET_SIZE, max(min(len(real), len(made)) // 2, 2))
@@ -27,12 +27,12 @@ def kernel_distance(
 
 
 def squared_discrepancy(one: Array, other: Array) -> float:
-    """MMD^2 by its unbiased estimate (Gretton et al. 2012, Eq. 3), kernel (x . y / D + 1)^3 (Binkowski et al. 2018)."""
+    """Returns the unbiased MMD^2 (Gretton et al. 2012, Eq. 3), kernel (x . y / D + 1)^3 (Binkowski et al. 2018)."""
     return _among(one) + _among(other) - 2 * float(_kernel(one, other).mean())
 
 
 def _among(points: Array) -> float:
-    """Returns the kernel's mean over pairs of different points."""
+    """Returns the mean of the kernel over all pairs of different points."""
     num, values = len(points), _kernel(points, points)
     return float((values.sum() - np.trace(values)) / (num * (num - 1)))
 

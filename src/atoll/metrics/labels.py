@@ -1,7 +1,7 @@
-"""Whether images show what was asked for: avatars their attributes, and others their labels.
+"""Whether images show what their prompts ask for: the attributes of avatars, or the labels of other images.
 
-Labels are read by linear discriminant analysis of features with a shrunk covariance, fitted to the reference. Its
-figure for real images is beside that of models: what it cannot tell there is not to be held against them.
+Labels are predicted by linear discriminant analysis of features with a shrunk covariance, fitted to the reference.
+Compare a model's accuracy with that of real images, which is reported beside it: the classifier errs on those too.
 """
 
 from collections import Counter
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from atoll.data.builtin.avatars import attributes_of, read_avatars
 from atoll.metrics.frechet import Array, check_finite
 
-MOST = 100  # labels: beyond that they are rather names than kinds
+MOST = 100  # labels; with more, they are names rather than classes
 LEAST_OF_EACH = 2
 SHRINKAGE = 0.1
 
 
 def are_right(images: NDArray[np.uint8], captions: Sequence[str]) -> list[bool]:
-    """Returns whether every attribute that the caption tells is in the avatar, and no other."""
+    """Returns, for each avatar, whether it has exactly the attributes in its caption."""
     return [seen == attributes_of(caption) for seen, caption in zip(read_avatars(images), captions, strict=True)]
 
 
 class Reader(NamedTuple):
-    """Tells labels from features."""
+    """Predicts labels from features."""
 
     labels: list[str]
     weights: Array  # [labels, D]
@@ -33,7 +33,7 @@ class Reader(NamedTuple):
 
     @classmethod
     def fit(cls, vectors: NDArray[np.floating], labels: Sequence[str], shrinkage: float = SHRINKAGE) -> "Reader":
-        """Fits one to features [N, D] of real images; labels that hardly any of them has are left out."""
+        """Fits a reader to features [N, D] of real images, without labels that fewer than two of them have."""
         points, dim = check_finite(vectors), vectors.shape[1]
         usable, of_label = _usable(labels), np.array(labels)
         clouds = [points[of_label == label] for label in usable]
@@ -53,7 +53,7 @@ class Reader(NamedTuple):
 
 
 def why_unreadable(labels: Sequence[str]) -> str:
-    """Returns why a classifier cannot be fitted to them, or nothing."""
+    """Returns why a classifier cannot be fitted to these labels, or an empty string."""
     if (num := len(set(labels))) > MOST:
         return f"the images have {num} labels, more than the {MOST} that are told apart"
     return (
@@ -62,5 +62,5 @@ def why_unreadable(labels: Sequence[str]) -> str:
 
 
 def _usable(labels: Sequence[str]) -> list[str]:
-    """Returns the labels that several images have; without a name it is none."""
+    """Returns the non-empty labels that several images have."""
     return sorted(label for label, num in Counter(labels).items() if num >= LEAST_OF_EACH and label)

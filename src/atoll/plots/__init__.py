@@ -1,1 +1,1 @@
-"""Pictures for people: contact sheets and grids."""
+"""Plots: charts, contact sheets and grids."""

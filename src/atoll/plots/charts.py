@@ -1,4 +1,4 @@
-"""Charts: bars with whiskers, and who made an image as stacked areas of the experts' weights."""
+"""Charts: bars with whiskers, and the experts' weights over sampling time as stacked areas."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BAR, GAP, WIDTH, NAME_WIDTH, LEGEND_WIDTH = 22, 7, 460, 180, 190
 
 
 class Bar(NamedTuple):
-    """One model's figure; without a value, the model has none."""
+    """One model's figure; None if it has none."""
 
     name: str
     is_reference: bool  # drawn in grey
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     text: str = "none"
 
 
-Panel = tuple[str, str, Sequence[Bar]]  # of one figure: title, note, and a bar per model
+Panel = tuple[str, str, Sequence[Bar]]  # a figure's title, note, and a bar per model
 
 
 def draw_panels(panels: Sequence[Panel]) -> Image.Image:
@@ -64,7 +64,7 @@ def _draw_panel(draw: ImageDraw.ImageDraw, title: str, note: str, bars: Sequence
 
 
 def draw_traces(panels: Sequence[Image.Image]) -> Image.Image:
-    """Draws traces of one model one below the other."""
+    """Stacks traces of one model vertically."""
     return Image.fromarray(np.concatenate([np.asarray(panel) for panel in panels]))
 
 
@@ -77,7 +77,7 @@ def draw_trace(
     title: str,
     notes: str = "",
 ) -> Image.Image:
-    """Draws the weights [evaluations, K] of the experts from noise to data, above them where the image was heading."""
+    """Draws the experts' weights [evaluations, K] from noise to data, with previews of the image above them."""
     chart, high = 784, 190
     feet = [round((1 - t) * (chart - 1)) for t, _ in previews]
     thumb = max(16, min([96, *(after - foot - 6 for foot, after in pairwise([*feet, chart + EDGE]))]))
@@ -113,9 +113,9 @@ def draw_trace(
 
 
 def _areas(times: Sequence[float], weights: Tensor, width: int, height: int) -> Image.Image:
-    """Draws the weights on one another, expert 0 at the bottom; each stands until the next evaluation."""
-    tops = weights.double().cumsum(1).numpy()[:, :-1]  # [evaluations, K - 1]; the last reaches the top
-    # The first weights are as good as those at t = 1, the last stand until t = 0: no step is made without.
+    """Draws the weights as stacked areas, expert 0 at the bottom, each constant until the next evaluation."""
+    tops = weights.double().cumsum(1).numpy()[:, :-1]  # [evaluations, K - 1]; the last expert's is always 1
+    # The first weights hold from t = 1 on, the last ones until t = 0.
     evaluation = np.searchsorted(1 - np.array(times[1:]), (np.arange(width) + 0.5) / width, "right")
     heights = 1 - (np.arange(height) + 0.5) / height
     expert = (tops[evaluation] <= heights[:, None, None]).sum(2)  # [height, width]
@@ -126,7 +126,7 @@ def _areas(times: Sequence[float], weights: Tensor, width: int, height: int) -> 
 def _draw_legend(
     draw: ImageDraw.ImageDraw, shares: Sequence[float], objectives: Sequence[str], left: int, top: int, bottom: int
 ) -> None:
-    """Names experts in the order of the areas, with their mean weights; the largest, if not all have room."""
+    """Draws a legend in the order of the areas, with mean weights; only of the largest, if there is no room for all."""
     step, font, right = 24, font_of(13), left + LEGEND_WIDTH
     most = sorted(range(len(shares)), key=lambda k: -shares[k])[: (bottom - top) // step]
     for i, k in enumerate(sorted(most)):

@@ -1,4 +1,4 @@
-"""Images side by side: contact sheets, grids, and a map on which clusters can be seen."""
+"""Contact sheets, grids of images, and a map of the clusters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def contact_sheet(images: Images, title: str, notes: Sequence[str] = ()) -> Imag
 
 
 def draw_grid(images: Sequence[Image.Image], captions: Sequence[str], notes: str = "", across: int = 0) -> Image.Image:
-    """Draws images with their captions below; neighbours of the same caption share a line of it."""
+    """Draws images with their captions below; neighbours with the same caption share it."""
     pairs = list(zip(images, captions, strict=True))[:ON_A_GRID]
     groups = [(caption, [image for image, _ in own]) for caption, own in groupby(pairs, key=lambda pair: pair[1])]
     most = max(len(own) for _, own in groups)
@@ -53,7 +53,7 @@ def draw_grid(images: Sequence[Image.Image], captions: Sequence[str], notes: str
 
 
 def draw_samples(rows: Mapping[str, Images], captions: Sequence[str], title: str = "") -> Image.Image:
-    """Draws a row of images per model and a column per caption, which stands below."""
+    """Draws a row of images per model and a column per caption, with the captions below."""
     num = min(len(captions), *(len(row) for row in rows.values()))
     cell = whole_scale(max(row.shape[1] for row in rows.values()), 128)
     gap, font, small = 8, font_of(14), font_of(11)
@@ -76,7 +76,7 @@ def draw_samples(rows: Mapping[str, Images], captions: Sequence[str], title: str
 def cluster_map(
     features: NDArray[np.float64], clusters: NDArray[np.int64], images: Images, names: Sequence[str]
 ) -> Image.Image:
-    """Draws images where features vary most, framed in the colour of their cluster; none lies on another."""
+    """Draws images on the features' first two principal axes, without overlap, framed in their cluster's colour."""
     side, frame = 960, 3
     cell = int(np.clip(side / (1.6 * math.sqrt(len(features))), 36, 120))  # few images are shown large
     centred = features - features.mean(0)
@@ -84,7 +84,7 @@ def cluster_map(
     low, high = points.min(0), points.max(0)
     spread = (points - low) / np.maximum(high - low, 1e-9)
     ranks = points.argsort(0).argsort(0) / max(len(points) - 1, 1)
-    # Mostly by rank: crowds are pulled apart, and gaps can still be seen.
+    # Placed mostly by rank: spreads out dense regions, while gaps remain visible.
     slots = ((spread + 2 * ranks) / 3 * (side // (cell + 2) - 1)).astype(int)
     sheet, draw = blank(side + 24, side + 56 + 22 * math.ceil(len(names) / 4))
     draw.text((12, 10), "what each expert will see", INK, font_of(20))

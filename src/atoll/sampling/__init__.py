@@ -1,1 +1,1 @@
-"""Experts as one velocity field: from noise and a text to pictures."""
+"""Sampling: experts as one velocity field, from noise and text to images."""

@@ -1,11 +1,11 @@
-"""Parts that were made apart as one model: a folder whose parts are named as those of the published Paris model.
+"""Assembles separately trained parts into one model: a folder laid out like the published Paris model.
 
 MODEL/README.md                  its page on the hub: what it is, who trained what
-MODEL/model_index.json           what is in it, and the SHA-256 of every file; the model's hash is that of all of it
-MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if it was
-MODEL/router/                    config.json, model.safetensors; one expert needs none
-MODEL/centroids/                 the same of a router from centroids, if there are experts that the router has not seen
-MODEL/vae/, text_encoder/        and tokenizer/ where there is one
+MODEL/model_index.json           its parts, and the SHA-256 of every file; the hash of all this is the model's hash
+MODEL/expert_0/, expert_1/ ...   config.json, model.safetensors, calibration.safetensors; conversion.json if converted
+MODEL/router/                    config.json, model.safetensors; not needed for one expert
+MODEL/centroids/                 the same for a router from centroids, if there are experts that the router has not seen
+MODEL/vae/, text_encoder/        and tokenizer/ if there is one
 """
 
 import os
@@ -76,18 +76,18 @@ from atoll.storage import (
 ROUTER, CENTROIDS = "router", "centroids"
 IMAGE_SCALE = 0.03  # of a router from cards
 MOST_EXPERTS = 65536
-KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # of an expert or a router; its checkpoints stay where they are
+KEPT = (CONFIG, WEIGHTS, CALIBRATION, REPORT)  # the files of an expert or router that become part of a model
 SUFFIXES = (".json", ".safetensors", ".txt")  # of a codec, a text encoder and a tokenizer; never a pickle
 PATTERNS = (INDEX, README, CREDITS, *(f"*/*{suffix}" for suffix in SUFFIXES))
 
 
 def find_model(folder: str | Path, revision: str | None = None) -> Path:
-    """Returns the folder itself, or where the files of the hub or of a federation are kept on this machine."""
+    """Returns the folder itself, or the local cache of a model from the hub or a federation."""
     found = (find(folder, revision) for find in model_finders)
     return next((path for path in found if path is not None), None) or folder_of(folder, revision, PATTERNS)
 
 
-# --- putting one together -----------------------------------------------------------------------------------------
+# --- assembling a model -------------------------------------------------------------------------------------------
 
 
 def assemble(
@@ -100,14 +100,14 @@ def assemble(
     without_router: bool = False,
     from_cards: bool = False,
 ) -> ModelIndex:
-    """Checks that the parts fit, and makes a model folder of them.
+    """Checks that the parts fit together, and assembles them in a model folder.
 
-    A folder with expert_* in it stands for these, and for the router in it; `data` has the codec and the text encoder.
-    Without a router several experts stay in the order given, for routing that asks none. Experts of clusters that the
-    router does not know join by the statistics that each expert carries; `from_cards`, all of them do, and no router is
-    needed.
+    A folder with expert_* in it stands for these and its router; `data` provides the codec and the text encoder.
+    Without a router, several experts keep the order given and need a routing policy that uses none. Experts of clusters
+    that the router does not know are routed to by the statistics that each expert carries; with `from_cards` all
+    experts are, and no trained router is needed.
     """
-    check_free(resolved(out))  # before the work, not after it
+    check_free(resolved(out))  # fail before the work
     given = [Path(folder) for folder in experts]
     folders = [expert for folder in given for expert in _experts_in(folder, allow_missing)]
     if not folders:
@@ -171,15 +171,15 @@ def assemble(
 
 
 def assemble_paris(folder: str | Path, out: str | Path, options: Options = Options()) -> Sequence[str]:  # noqa: B008
-    """Converts one part after the other and assembles a model of them; returns what to print."""
+    """Converts the parts of Paris one by one and assembles a model of them; returns lines to print."""
     folder, out = Path(folder), resolved(out)
     for name in ("expert_0", ROUTER, "vae", "text_encoder", "tokenizer"):
         if not (folder / name).is_dir():
             raise InputError(f"{folder} has no {name}: give a folder with all of Paris, or a part of it --to expert")
     sources = [*expert_folders(folder), inside(folder / ROUTER, folder)]
     check_free(out)
-    notes: dict[str, list[str]] = {}  # and of which parts
-    codec, text = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see the padding too
+    notes: dict[str, list[str]] = {}  # note -> the parts it is about
+    codec, text = load_codec(folder), load_text_encoder(folder, hide_padding=False)  # its experts see padding too
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
@@ -212,7 +212,7 @@ def assemble_paris(folder: str | Path, out: str | Path, options: Options = Optio
 def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
     """Writes the same model to another folder."""
     index.verify(folder, again=False)
-    credited = os.path.lexists(folder / CREDITS) and file_digest(folder / CREDITS, folder)  # no link out of the folder
+    credited = os.path.lexists(folder / CREDITS) and file_digest(folder / CREDITS, folder)  # refuses links leaving it
     with _staged(Path(out)) as staged:
         for name in index.files:
             if (folder / name).parent.is_dir():
@@ -226,7 +226,7 @@ def copy_model(folder: Path, index: ModelIndex, out: str | Path) -> None:
 def push_model(
     folder: Path, repo_id: str, private: bool | None = None, token: str | None = None, samples: Image | None = None
 ) -> str:
-    """Uploads the files that the index names, as it does, and the page; returns where they can be seen.
+    """Uploads the files that the index names, the index and the model page; returns the URL.
 
     Nothing is written to the folder, which may be the hub's cache; `samples` are shown on the page.
     """
@@ -236,7 +236,7 @@ def push_model(
         page = Path(place)
         for name in (README, SAMPLES, CREDITS):
             if os.path.lexists(folder / name):
-                file_digest(folder / name, folder)  # no link out of the folder, nothing huge
+                file_digest(folder / name, folder)  # refuses links that leave the folder, and huge files
                 shutil.copyfile(folder / name, page / name)
         if samples is not None:
             samples.save(page / SAMPLES)
@@ -250,13 +250,13 @@ def push_model(
 
 
 def expert_folders(folder: Path) -> list[Path]:
-    """Returns expert_0, expert_1 ... of a folder, in this order; none may be a link that leaves it."""
+    """Returns expert_0, expert_1 ... of a folder, in this order; raises an InputError for links that leave it."""
     folders = [path for path in folder.glob("expert_*") if path.is_dir() and path.name[7:].isdecimal()]
     return [inside(path, folder) for path in sorted(folders, key=lambda path: int(path.name[7:]))]
 
 
 def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
-    """Returns the folder, if it is an expert, or those in it."""
+    """Returns the folder itself if it is an expert, otherwise the experts in it."""
     if (folder / CONFIG).exists():
         return [folder]
     folders = expert_folders(folder)
@@ -269,7 +269,7 @@ def _experts_in(folder: Path, allow_missing: bool) -> list[Path]:
 
 
 def inside(path: Path, root: Path) -> Path:
-    """Returns a part's folder, if it is not a link that leaves `root`."""
+    """Returns `path`; raises an InputError if it is a link that leaves `root`."""
     try:
         real_path(path, root)
     except OSError as error:
@@ -278,7 +278,7 @@ def inside(path: Path, root: Path) -> Path:
 
 
 def _find_data(given: Sequence[Path], data: str | Path | None) -> Path:
-    """Returns where codec and text encoder are: in a data set, or in a model that is taken apart."""
+    """Returns the folder with codec and text encoder: a data set, or a model whose parts are reused."""
     for folder in given if data is None else [Path(data)]:
         if all((folder / name).is_dir() for name in (CODEC, TEXT)):
             return folder
@@ -298,9 +298,9 @@ def _find_router(given: Sequence[Path], router: str | Path | None, num: int) -> 
 
 
 def _check_expert(folder: Path) -> ObjectiveName:
-    """Returns an expert's objective, after all of it was read and found whole."""
+    """Returns an expert's objective, after reading and checking all of its files."""
     trained = Expert.load(folder).objective
-    names = [name for name, known in OBJECTIVES.items() if known == trained]  # as on the command line
+    names = [name for name, known in OBJECTIVES.items() if known == trained]
     name = names[0] if names else f"{trained.prediction}, {trained.schedule}"
     return ObjectiveName(name=name, prediction=str(trained.prediction), schedule=trained.schedule)
 
@@ -313,7 +313,7 @@ def load_router(folder: Path) -> Router | CentroidRouter:
 
 
 def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | CombinedRouter:
-    """Returns the router of a model."""
+    """Returns a model's router, combined with its router from centroids if it has one."""
     router = load_router(folder / entry.folder)
     if entry.centroids is None:
         return router
@@ -326,7 +326,7 @@ def open_router(folder: Path, entry: RouterEntry) -> Router | CentroidRouter | C
 
 
 class _Statistics(NamedTuple):
-    """What a router from centroids knows of an expert's cluster."""
+    """The statistics of an expert's cluster that a router from centroids uses."""
 
     num: int  # of images
     mean: torch.Tensor
@@ -348,9 +348,10 @@ def _statistics_of(folder: Path) -> _Statistics:
 
 
 def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
-    """Returns the router from centroids that experts carry the statistics of; None: one is missing, and gets nothing.
+    """Returns the router from centroids made from the experts' statistics; None is a missing expert, of weight 0.
 
-    It is the one that `make_centroid_router` fits to the data of all, but for its image scale, which only they tell.
+    It equals the one that `make_centroid_router` fits to all of the data, except for its image scale, which cannot be
+    chosen without held-out data.
     """
     known = {folder: _statistics_of(folder) for folder in experts if folder is not None}
     first, shown = next(iter(known)), next(iter(known.values()))
@@ -378,9 +379,9 @@ def router_from_cards(experts: Sequence[Path | None]) -> CentroidRouter:
 
 
 def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path | None, allow_missing: bool) -> list[Path | None]:
-    """Returns the experts by their clusters, None where one is missing; the router at `place`, if any, knows `num`.
+    """Returns the experts by cluster, None if one is missing; the router at `place`, if any, knows `num` clusters.
 
-    More than these are experts whose cards say enough for them to join.
+    Further clusters are allowed for experts that carry the statistics they need to be routed to.
     """
     by_cluster: dict[int, Path] = {}
     for folder, card in cards.items():
@@ -407,7 +408,7 @@ def _in_order(cards: Mapping[Path, ExpertCard], num: int, place: Path | None, al
 
 
 def _joined_license(experts: Sequence[ExpertEntry]) -> str:
-    """Returns one licence for all, or each with what is under it."""
+    """Returns the licence if all experts share it, otherwise each licence with its experts."""
     names: dict[str, list[str]] = defaultdict(list)
     for expert in experts:
         names[expert.license or "unknown"].append(expert.folder)
@@ -420,13 +421,13 @@ def _joined_license(experts: Sequence[ExpertEntry]) -> str:
 
 
 def _place(source: Path, target: Path) -> None:
-    """Links weights where the disk allows it, for nothing writes into them; copies what people may edit."""
+    """Hard-links weights if the disk allows it, since nothing modifies them; copies files that people may edit."""
     target.parent.mkdir(exist_ok=True)
     try:
         with open_regular(source) as file:
             if source.suffix == ".safetensors":
                 with suppress(OSError):  # another disk, or one without links
-                    os.link(real_path(source), target)  # the hub keeps links in its folders: to the file itself
+                    os.link(real_path(source), target)  # the hub's cache holds links: link to the file itself
                     return
             else:
                 check_size(source, MAX_OTHER)
@@ -443,7 +444,7 @@ def _place(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """Yields a folder that takes the place of `out` when all is done; what a killed process left is cleared."""
+    """Yields a temporary folder that replaces `out` at the end; first removes the remains of a killed process."""
     out = resolved(out)
     place = out.with_name(f".{out.name}.tmp")
     staged, old = place / "model", place / "old"
@@ -468,7 +469,7 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def check_free(out: Path) -> None:
-    """Refuses to replace anything but an older model: what else lies in its folder is not ours to remove."""
+    """Raises an InputError if `out` holds anything but an older model, which may be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:

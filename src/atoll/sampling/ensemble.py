@@ -1,14 +1,14 @@
-"""Experts and a router as one velocity function (Eq. 1), which runs only what it needs.
+"""Experts and a router as one velocity function (Eq. 1), which runs only the experts it needs.
 
-Each sample of a batch has its own weights over the experts. An expert sees only the samples that give it weight, both
-halves of guidance in one batch, and reads only their texts. Whether all experts are in memory or one at a time, every
-sum is taken in the same order: the images are the same to the bit.
+Each sample of a batch has its own weights over the experts. An expert is run only on samples that give it weight, with
+both halves of guidance in one batch, and reads only their texts. Sums are always taken in the same order, so images
+are bit-identical whether all experts are in memory or one at a time.
 
-On a device one copy to the host per evaluation says which samples each expert is run on, and `full` needs none. A look
-for values that are not finite would stall it more often: there they are looked for once, at the end (`generate`).
+On a GPU, one copy to the host per evaluation says which samples each expert is run on; `full` needs none. Checking
+every velocity for non-finite values would synchronise more often, so there only the result is checked (`generate`).
 
-A text's keys and values leave memory with their expert. At the paper's size they are 20 MB per text and expert, so
-those of 16 prompts and 8 experts would be as large as an expert; reading them anew is a fortieth of a step's work.
+A text's keys and values are unloaded with their expert. At the paper's size they take 20 MB per text and expert, so
+those of 16 prompts and 8 experts would be as large as an expert; recomputing them is a fortieth of a step's work.
 """
 
 import warnings
@@ -44,12 +44,12 @@ AnyRouter = Router | CentroidRouter | CombinedRouter | Logits
 
 
 class Routed(NamedTuple):
-    """What an ensemble shows to whoever watches it, at each evaluation."""
+    """One evaluation of an ensemble, as passed to a trace callback."""
 
     number: int  # from 0
     t: Tensor
     weights: Tensor  # [B, K]
-    evaluated: tuple[int, ...]  # the experts that were run, in the order in which they were
+    evaluated: tuple[int, ...]  # the experts that were run, in order
 
 
 Trace = Callable[[Routed], None]
@@ -57,9 +57,9 @@ Trace = Callable[[Routed], None]
 
 @dataclass(eq=False)
 class Sample:
-    """One image on its way: what it asks of a mixture, and what the mixture remembers of it."""
+    """One image being sampled: its settings, and the state that the mixture keeps for it."""
 
-    present: Tensor  # [K], the experts that may answer: what fails on it is taken out of its run
+    present: Tensor  # [K], the experts that may answer; one that fails on this sample is removed
     text: Tensor | None = None  # [1, L, text_dim]
     negative: Tensor | None = None  # None: there is no null text, hence no guidance
     routing: Routing = Routing()  # noqa: RUF009
@@ -68,18 +68,18 @@ class Sample:
     generator: torch.Generator | None = None  # for `sample`
     alone: bool = False  # whether only one expert may answer
     logits: Tensor | None = None  # [K], the router's last answer
-    is_open: bool = True  # whether the router is still asked
+    is_open: bool = True  # False once the router is `confident`, and no longer run
     evaluations: int = 0
-    without: set[int] = field(default_factory=set)  # the experts that were to answer, and were away
+    without: set[int] = field(default_factory=set)  # experts that should have answered, but were unavailable
 
     @property
     def route(self) -> tuple[Routing, bool, bool]:
-        """Returns what is equal of samples that are routed together."""
+        """Returns the key by which samples are grouped for routing."""
         return self.routing, self.alone, self.logits is None
 
 
 class Ensemble:
-    """K experts, some of which may be missing (None), and a router between them; one expert needs none."""
+    """K experts, some of which may be missing (None), and a router; a single expert needs no router."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Ensemble:
         if max_resident is not None and max_resident < 1:
             raise InputError(f"max_resident must be a whole number of at least 1, or None, but is {max_resident}")
         self.experts, self.router, self.max_resident = tuple(experts), router, max_resident
-        self._recent: list[VelocityExpert] = []  # those in memory, the least recently used first
+        self._recent: list[VelocityExpert] = []  # experts in memory, the least recently used first
         self.temperature = 1.0
         if isinstance(router, Router | CentroidRouter | CombinedRouter):
             self.temperature = router.card.get("temperature", 1.0)
@@ -122,9 +122,10 @@ class Ensemble:
         elsewhere: Mapping[int, VelocityExpert] | None = None,
         **options: Any,
     ) -> "Ensemble":
-        """Returns experts from their folders, loaded when first needed; a folder that is not there is a missing one.
+        """Returns an ensemble of experts that are loaded from their folders when first needed.
 
-        Those that are `elsewhere` take the place of folders. `options` are those of `FolderExpert`.
+        An expert whose folder does not exist is missing. Experts in `elsewhere`, by number, replace those in folders.
+        `options` are those of `FolderExpert`.
         """
         other = elsewhere or {}
         if outside := [number for number in other if number not in range(len(folders))]:
@@ -152,11 +153,11 @@ class Ensemble:
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """Returns the threads that wait for experts that are elsewhere."""
+        """Returns the thread pool that waits for remote experts."""
         return ThreadPoolExecutor(sum(map(self.is_elsewhere, range(len(self.experts)))), "atoll-remote")
 
     def may_answer(self, experts: Collection[int] | None) -> Tensor:
-        """Returns present[K], of these experts alone; None: of all."""
+        """Returns present[K], restricted to these experts; None: all of them."""
         if experts is None:
             return self.present.clone()
         known = range(len(self.experts))
@@ -168,20 +169,20 @@ class Ensemble:
         return present
 
     def require_route(self, routing: Routing, experts: Collection[int] | None = None) -> None:
-        """Refuses a routing that asks a router where there is none."""
+        """Raises an InputError if the routing needs a router and there is none."""
         alone = int(self.may_answer(experts).sum()) == 1
         if self.router is None and not alone and routing.name not in NEED_NO_ROUTER:
             raise InputError(f"the experts need a router for routing {routing.name!r}: give one")
 
     def make_sample(self, routing: Routing, guidance: float, experts: Collection[int] | None = None) -> Sample:
-        """Returns a sample that these experts may answer; by default all."""
+        """Returns a sample that these experts may answer, by default all."""
         present = self.may_answer(experts)
-        # What labels decide is known on the host.
+        # With oracle routing, labels on the host decide, so nothing has to be copied from the device.
         place = torch.device("cpu") if routing.name == "oracle" else self.device
         return Sample(send(present, place), routing=routing, guidance=guidance, alone=int(present.sum()) == 1)
 
     def take(self, number: int) -> VelocityExpert:
-        """Returns an expert, in memory; at most `max_resident` of them are."""
+        """Returns an expert, loaded; unloads the least recently used ones beyond `max_resident`."""
         expert = self.experts[number]
         assert expert is not None
         if expert.elsewhere:
@@ -202,12 +203,12 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Mixture:
-    """(x, t) -> velocity for one batch on its way from noise to data: texts read, and routes taken, are kept.
+    """(x, t) -> velocity for one batch from noise to data; keeps the texts it has read and the routers' answers.
 
-    `oracle` routing needs labels[B], `sample` a generator per image. An expert whose velocity of a sample is not finite
-    is left out of its run if that is `checked`, by default on the CPU, where a look is free. Else what is not finite
-    stays so: it is left to the caller. `answer` is the same for samples that come and go, each routed and guided in its
-    own way.
+    `oracle` routing needs labels[B], `sample` a generator per image. If `checked` (by default on the CPU, where that
+    costs nothing), an expert whose velocity of a sample is not finite is left out for this sample from then on. If not
+    `checked`, non-finite values are passed on to the caller. `answer` does the same for batches whose samples change,
+    each with its own routing and guidance.
     """
 
     ensemble: Ensemble
@@ -243,7 +244,7 @@ class Mixture:
         return answer.velocity
 
     def failed(self) -> list[int]:
-        """Returns the experts that were left out of some sample's run; none, if that was not checked."""
+        """Returns the experts that were left out for some sample; none if not `checked`."""
         if not self.checked or not self.samples:
             return []
         present = torch.stack([sample.present for sample in self.samples]).cpu()
@@ -266,7 +267,7 @@ class Mixture:
 
     @torch.no_grad()
     def answer(self, samples: Sequence[Sample], x: Tensor, t: Tensor) -> Answer:
-        """Returns dx/dt of samples at canonical (x, t), and what else there is to know; updates what they remember."""
+        """Returns dx/dt of samples at canonical (x, t), with weights and errors; updates the samples' state."""
         errors: dict[int, InputError] = {}
         if self.checked:
             for row in _rows_that(~torch.isfinite(x).flatten(1).all(1)):
@@ -274,7 +275,7 @@ class Mixture:
         asked = self._ask_router(samples, x, t, errors)
         p, weights = self._route(samples, x, t)
         rows_of = self._rows_of(samples, weights, errors, p if asked else None)
-        away: list[tuple[int, int]] = []  # samples, and the experts that they shall have again at the next evaluation
+        away: list[tuple[int, int]] = []  # samples and unavailable experts, to be tried again at the next evaluation
         parts: dict[int, tuple[list[int], Tensor]] = {}
         while True:
             parts = {k: part for k, part in parts.items() if rows_of.get(k) == part[0]}
@@ -283,7 +284,7 @@ class Mixture:
             if not failed:
                 break
             again = self._leave_out(failed, samples, away, errors)
-            # The others keep their weights: no image depends on what happened to another of its batch.
+            # Other samples keep their weights, so that no image depends on failures in others of its batch.
             left = sorted(again - errors.keys())
             if left:
                 chosen = [samples[row] for row in left]
@@ -295,7 +296,7 @@ class Mixture:
         for sample in samples:
             sample.evaluations += 1
         weights, total = send(weights, x.device), torch.zeros_like(x)
-        for number, rows in rows_of.items():  # in this order also when `order` is another, for the same rounding
+        for number, rows in rows_of.items():  # always in this order, whatever `order` is, for identical rounding
             u, places = parts[number][1], _places(rows, x)
             if places is not None:
                 total.index_add_(0, places, broadcast(weights[places, number], u) * u)
@@ -308,9 +309,9 @@ class Mixture:
         self, failed: dict[int, tuple[list[int], InputError]], samples: Sequence[Sample], away: list[tuple[int, int]],
         errors: dict[int, InputError],
     ) -> set[int]:  # fmt: skip
-        """Takes experts out of the samples that they failed on, and returns these samples.
+        """Removes experts from the samples that they failed on, and returns these samples.
 
-        One that is away is noted, to be given back; where none is left, that is the sample's error.
+        Unavailable experts are added to `away`, to be restored; a sample that has no expert left gets an error.
         """
         for number, (rows, fault) in failed.items():
             is_away = isinstance(fault, AwayError)
@@ -327,7 +328,7 @@ class Mixture:
         return {row for rows, _ in failed.values() for row in rows}
 
     def _ask_router(self, samples: Sequence[Sample], x: Tensor, t: Tensor, errors: dict[int, InputError]) -> bool:
-        """Brings the router's answers up to date, where they are needed; returns whether it was asked."""
+        """Updates the router's answers for the samples that need it; returns whether the router was run."""
         router = self.ensemble.router
         rows = [
             row
@@ -379,19 +380,19 @@ class Mixture:
             is_flow=self._is_flow[present.device.type],
         )  # fmt: skip
         weights = mask_missing(weights, present).to(x.dtype)
-        # What rounding would swallow is not run: also `full` costs little where the router is sure.
+        # Experts whose weight rounding would swallow are not run: so even `full` costs little where the router is sure.
         weights = torch.where(weights > torch.finfo(x.dtype).eps, weights, 0)
-        if first.logits is not None and not self.checked:  # a policy would hide it: any expert can be the first of NaNs
+        if first.logits is not None and not self.checked:  # a policy would hide NaNs: argmax still picks an expert
             weights = weights.masked_fill(torch.isnan(logits).any(1, keepdim=True), torch.nan)
         return p, weights
 
     def _rows_of(
         self, samples: Sequence[Sample], weights: Tensor, errors: Collection[int], p: Tensor | None = None
     ) -> dict[int, list[int]]:
-        """Returns the samples that each expert is run on: those that give it weight, by one copy to the host.
+        """Returns the samples that each expert is run on, those that give it weight, with one copy to the host.
 
-        No copy is needed for one expert, nor for `full` on a device, where all are run on all. `p` is what the router
-        has said if it was asked; the same copy then says which samples it will be asked about again.
+        No copy is needed for a single expert, nor for `full` on a GPU, where all experts are run on all samples. `p`
+        are the router's probabilities if it was run; the same copy then says which samples it will be run on again.
         """
         num = weights.shape[1]
         sure = p is not None and any(sample.routing.confident is not None for sample in samples)
@@ -411,9 +412,9 @@ class Mixture:
         self, numbers: Sequence[int], rows_of: dict[int, list[int]], samples: Sequence[Sample], x: Tensor, t: Tensor,
         parts: dict[int, tuple[list[int], Tensor]],
     ) -> dict[int, tuple[list[int], InputError]]:  # fmt: skip
-        """Puts the velocities of these experts into `parts`; returns the samples that one fails on, and why.
+        """Adds the velocities of these experts to `parts`; returns the samples that each failed on, and the error.
 
-        Those that are elsewhere are asked first: they answer while the others compute.
+        Remote experts are asked first, and answer while the local ones compute.
         """
 
         def ask(number: int) -> Tensor:
@@ -429,7 +430,7 @@ class Mixture:
             except AwayError as error:
                 failed[number] = rows, error
                 continue
-            except NotFiniteError:  # its weights themselves
+            except NotFiniteError:  # of its weights
                 u = torch.full_like(x if len(rows) == len(x) else x[: len(rows)], torch.nan)
             bad = _rows_that(~torch.isfinite(u).flatten(1).all(1)) if self.checked else []
             if bad:
@@ -460,7 +461,7 @@ def _switched(present: Tensor, number: int, value: bool) -> Tensor:
 
 
 def _places(rows: list[int], x: Tensor) -> Tensor | None:
-    """Returns the numbers of some samples where x is; None: these are all."""
+    """Returns the numbers of some samples on the device of x; None: all samples."""
     return None if len(rows) == len(x) else send(torch.tensor(rows), x.device)
 
 
@@ -472,7 +473,7 @@ def _part(x: Tensor, t: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor]:
 def _router_text(
     router: AnyRouter | None, device: torch.device
 ) -> Callable[[Sequence[Tensor | None]], TextContext | Tensor | CombinedText | None]:
-    """Returns what a router is given as the text of some samples: what they follow, not what they are guided from."""
+    """Returns a function from the texts that samples follow (not those they are guided from) to the router's input."""
     if isinstance(router, CombinedRouter):
         trained, centroids = (_router_text(part, device) for part in (router.trained, router.centroids))
         return lambda texts: CombinedText(trained(texts), centroids(texts))  # type: ignore[arg-type]
@@ -496,7 +497,7 @@ def _router_text(
 
 
 def image_generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """Returns one per image, on the CPU: an image depends on its seed, not on its batch or the device."""
+    """Returns a generator per image, on the CPU: an image depends on its seed, not on its batch or the device."""
     for seed in seeds:
         if not 0 <= seed < 2**63:
             raise InputError(f"a seed must be a whole number from 0 to 2**63 - 1, but one is {seed}")
@@ -504,7 +505,7 @@ def image_generators(seeds: Sequence[int]) -> list[torch.Generator]:
 
 
 def draw_noise(generators: Sequence[torch.Generator], shape: Shape) -> Tensor:
-    """Returns [B, *shape], each image from its own generator."""
+    """Returns noise [B, *shape], each image's from its own generator."""
     return torch.stack([torch.randn(shape, generator=g) for g in generators])
 
 
@@ -522,10 +523,10 @@ def generate(
     trace: Trace | None = None,
     experts: Collection[int] | None = None,
 ) -> Tensor:
-    """Returns latents [B, C, S, S], one per seed, from noise at times[0] to times[-1]; by default 50 even steps.
+    """Returns latents [B, C, S, S], one per seed, solved from times[0] (noise) to times[-1]; by default 50 even steps.
 
-    On a device no value is looked at on the way. If the latents are not finite, they are all made again with every
-    value checked, as on the CPU; `on_step` and `trace` then see that from number 0 on.
+    On a GPU only the result is checked. If it is not finite, all latents are sampled again with every velocity checked,
+    as on the CPU; `on_step` and `trace` are then called again from number 0.
     """
     on_cpu = ensemble.device.type == "cpu"
 
@@ -541,7 +542,7 @@ def generate(
 
 
 SAMPLERS = {"ancestral": 1.0, "ddim": 0.0}
-"""How much of the posterior's noise each step of a native sampler adds: all of it is DDPM's own sampling."""
+"""The share of the posterior's noise that each step of a native sampler adds; 1 is DDPM's ancestral sampling."""
 
 
 @torch.no_grad()
@@ -549,10 +550,10 @@ def generate_native(
     expert: Expert, prompts: Prompts, seeds: Sequence[int], sampler: str, times: Tensor, guidance: float,
     bound: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns latents [B, C, S, S], one per seed, by one expert on its own schedule, guided in what it predicts.
+    """Returns latents [B, C, S, S], one per seed, sampled by one expert on its own schedule, its predictions guided.
 
-    `sampler` is ancestral or ddim. With :table it walks the 1000 cosine steps of DDPM samplers, asking the expert at
-    equal SNR; with :clip or :dynamic, x0 stays within `bound`[C, 1, 1] (DDPM), or is shrunk to it by its own quantile
+    `sampler` is ancestral or ddim. With :table it takes the 1000 cosine steps of DDPM samplers, and runs the expert at
+    equal SNR; with :clip, x0 is clipped to `bound`[C, 1, 1] (DDPM); with :dynamic, it is scaled to it by its quantile
     (Imagen's dynamic thresholding).
     """
     name, *options = sampler.split(":")

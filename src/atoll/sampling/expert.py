@@ -1,7 +1,7 @@
-"""Any expert behind one contract: canonical (x, t, text) -> velocity; and texts, each read once by each expert.
+"""Adapts any expert to one contract, canonical (x, t, text) -> velocity, and caches texts per expert.
 
-A text's keys and values belong to one network. Each distinct text is read alone, without padding, so what a sample
-sees depends neither on the others in its batch nor on when the expert came into memory.
+A text's keys and values belong to one network. Each distinct text is read alone, without padding, so that a sample
+depends neither on the others in its batch nor on when the expert was loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,20 +32,20 @@ Shape = tuple[int, ...]
 
 
 class VelocityExpert:
-    """A network and the transfer that makes its outputs velocities. Latents are float32, the network may be less.
+    """A network, and the transfer that turns its outputs into velocities.
 
-    What an ensemble asks of an expert is here: a closed form overrides `velocity`, one that is elsewhere
-    `guided_velocity`.
+    Latents are float32; the network may have lower precision. This class is the interface of an ensemble's experts:
+    closed-form experts override `velocity`, remote ones `guided_velocity`.
     """
 
     network: DiT
     transfer: Transfer
-    prior: TextPrior | None  # what a calibrated x0 is drawn to; None: the mean of the calibration
+    prior: TextPrior | None  # the prior mean that a calibrated x0 is drawn to; None: the calibration's mean
     shape: Shape  # of one sample
     is_flow: bool  # whether it predicts a velocity, for routing by time
     device: torch.device
     resident = True
-    elsewhere = False  # whether its answers are waited for, and may fail to come: they raise AwayError
+    elsewhere = False  # True for remote experts, which raise AwayError if they do not answer
 
     def __init__(self, network: DiT, transfer: Transfer, prior: TextPrior | None = None) -> None:
         self.network, config = network, network.config
@@ -62,14 +62,14 @@ class VelocityExpert:
 
     @property
     def text_dim(self) -> int | None:
-        """Returns the width of the tokens that it reads; None: it reads no text."""
+        """Returns the width of the text tokens that it reads; None: it reads no text."""
         return self.network.config.text_dim
 
     def load(self) -> None:
-        """Brings the weights into memory, where they are already unless it is a `FolderExpert`."""
+        """Loads the weights; only a `FolderExpert` has to."""
 
     def unload(self) -> None:
-        """Gives their memory back."""
+        """Frees the memory of the weights; only a `FolderExpert` does."""
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
         weight = self.network.patch_embed.weight
@@ -86,7 +86,7 @@ class VelocityExpert:
         return self.transfer.velocity(lambda x, t: self.predict(x, t, text), x, t, prior_mean)
 
     def guided_velocity(self, x: Tensor, t: Tensor, texts: "Guidance", cache: "TextCache") -> Tensor:
-        """Returns dx/dt of samples that follow their texts, each guided by its own scale; `cache` is this expert's."""
+        """Returns dx/dt of samples at canonical (x, t), each guided with its own scale; `cache` is this expert's."""
         scale, *others = set(texts.scales)
         if others:
             each = guided_each(self.velocity, texts.scales, lambda rows: cache.context(texts.with_null(rows)))
@@ -97,11 +97,11 @@ class VelocityExpert:
 
 
 class FolderExpert(VelocityExpert):
-    """An expert in its folder, whose weights are in memory only from `load` to `unload`.
+    """An expert in a folder, whose weights are in memory only from `load` to `unload`.
 
-    The first `load` checks every value, and if it is part of a model the hashes in its `index`; the next ones only read
-    again what has been checked. Weights are read into memory of their own, not mapped, so that results do not depend on
-    where in the file they lie.
+    The first `load` checks every value and, for a part of a model, the hashes in its `index`; later ones only check
+    that the file is the same. Weights are copied into memory, not mapped, so that results do not depend on their
+    alignment in the file.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class FolderExpert(VelocityExpert):
 
 
 class Guidance(NamedTuple):
-    """What the samples of a batch follow, what they are guided away from, and how strongly."""
+    """The texts that the samples of a batch follow and are guided away from, and their guidance scales."""
 
     positive: Sequence[Tensor]  # [1, L, text_dim] each, without padding
     negative: Sequence[Tensor | None]  # None: there is no null text, hence no guidance
     scales: Sequence[float]
 
     def with_null(self, rows: Sequence[int]) -> list[Tensor]:
-        """Returns all texts, and then the null texts of these samples."""
+        """Returns the positive texts of all samples, followed by the null texts of these."""
         texts = list(self.positive)
         for row in rows:
             null = self.negative[row]
@@ -172,11 +172,11 @@ class Guidance(NamedTuple):
 
 
 class EncodedTexts(NamedTuple):
-    """Texts with what is known of them on the host, so that no device is asked for it."""
+    """Encoded texts, with their ids and lengths on the host, so that no copy from the device is needed."""
 
     tokens: Tensor  # [B, L, text_dim]
     ids: Tensor  # [B, L], on the host
-    lengths: Sequence[int]  # how many tokens of each are to be seen
+    lengths: Sequence[int]  # the number of tokens of each that are not padding
 
     @classmethod
     def of(cls, encoder: TextEncoder, ids: Tensor) -> Self:
@@ -184,28 +184,28 @@ class EncodedTexts(NamedTuple):
         return cls(tokens, ids, encoder.lengths(ids))
 
     def split(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yields the ids of each text, and its tokens[1, L, text_dim] in memory of their own; none is padding."""
+        """Yields the ids of each text and a copy of its tokens[1, L, text_dim], both without padding."""
         for text, ids, length in zip(self.tokens, self.ids.tolist(), self.lengths, strict=True):
             yield tuple(ids[:length]), text[None, :length].clone()
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """The texts of a batch, each distinct one once, and which of them each sample follows and is guided away from."""
+    """The distinct texts of a batch, and the numbers of those that each sample follows and is guided away from."""
 
     texts: tuple[Tensor, ...]  # [1, L, text_dim] each, without padding
     positive: tuple[int, ...]
     negative: tuple[int, ...] | None = None  # None: there is no null text, hence no guidance
 
     def guidance(self, scale: float) -> Guidance:
-        """Returns the texts of each sample, all guided alike."""
+        """Returns the texts of each sample, all guided with the same scale."""
         positive = [self.texts[number] for number in self.positive]
         negative = [None] * len(positive) if self.negative is None else [self.texts[number] for number in self.negative]
         return Guidance(positive, negative, [scale] * len(positive))
 
     @classmethod
     def encode(cls, encoder: TextEncoder, prompts: Sequence[str], negative: str | Sequence[str] = "") -> Self:
-        """Encodes each distinct text once; `negative` takes the place of the null text, for all samples or for each."""
+        """Encodes each distinct text once; `negative` replaces the null text, for all samples or one for each."""
         negatives = [negative] * len(prompts) if isinstance(negative, str) else negative
         assert len(negatives) == len(prompts)
         distinct = list(dict.fromkeys((*prompts, *negatives)))
@@ -215,7 +215,7 @@ class Prompts:
 
     @classmethod
     def of(cls, texts: EncodedTexts, null: EncodedTexts | None = None) -> Self:
-        """From a text per sample, and a null text for all samples or one for each; equal ids are one text."""
+        """Returns prompts from a text per sample, and a null text for all or one for each; equal ids are one text."""
         positive, negative = list(texts.split()), [] if null is None else list(null.split())
         distinct = dict(chain(positive, negative))
         numbers = {ids: number for number, ids in enumerate(distinct)}
@@ -226,9 +226,10 @@ class Prompts:
 
 
 class TextCache:
-    """Texts as one network sees them: each read when first needed and kept while anyone holds it, put together at will.
+    """Caches a network's keys and values of texts, and batches them.
 
-    Texts are told apart by their tensors, not by their values.
+    Each text is read when first needed, and kept as long as its tensor is referenced. Texts are compared by identity
+    of their tensors, not by value.
     """
 
     def __init__(self, read_text: Callable[[Tensor], TextContext]) -> None:
@@ -237,7 +238,7 @@ class TextCache:
         self._last: tuple[Sequence[Tensor], TextContext] | None = None
 
     def context(self, texts: Sequence[Tensor]) -> TextContext:
-        """Returns a batch of texts."""
+        """Returns the context of a batch of texts."""
         if all(text is texts[0] for text in texts):
             texts = texts[:1]  # one text serves any number of samples
         if self._last is None or not _same(self._last[0], texts):
@@ -261,7 +262,7 @@ def _stacked(context: TextContext) -> tuple[Tensor, Tensor | None]:
 
 
 def _put_together(texts: Sequence[tuple[Tensor, Tensor | None]]) -> TextContext:
-    """Returns texts that were read one by one as a batch of them, padded to the longest."""
+    """Returns texts that were read one by one as one batch, padded to the longest."""
     batch = pad_sequence([text for text, _ in texts], batch_first=True)  # [B, L, depth, 2, H, d/H]
     lengths = torch.tensor([len(text) for text, _ in texts])
     mask = None

@@ -1,4 +1,4 @@
-"""`atoll sample`: images of prompts in a folder, each a PNG that says how it was made."""
+"""`atoll sample`: writes images of prompts to a folder, each a PNG whose metadata says how it was made."""
 
 import hashlib
 import io
@@ -29,7 +29,7 @@ from atoll.storage import open_regular, parse_json, read_bytes, reason_of, work_
 NUM_TRACED = 4  # prompts whose first image is on trace.png
 NUM_PREVIEWS = 8
 MAX_BYTES = 16 << 20  # of prompts
-MOST_CHARACTERS = 2000  # of a prompt that becomes a name: more have no room
+MOST_CHARACTERS = 2000  # of a prompt that are considered for a file name
 
 
 def sample_to_folder(
@@ -46,10 +46,10 @@ def sample_to_folder(
     confident: float | None = None,
     **opening: Any,
 ) -> Iterator[str]:
-    """Makes `num` images per prompt, and a grid of them; yields what there is to tell.
+    """Samples `num` images per prompt, and draws a grid of them; yields lines for the user.
 
-    No image of an earlier run is lost: where a file of another content has the name of a new one, it is renamed first.
-    `opening` is how the model is opened: max_resident, dtype, device and verify.
+    No image of an earlier run is lost: a file with the same name but other content is renamed first. `opening` are
+    options of the pipeline: max_resident, dtype, device and verify.
     """
     if not 1 <= num <= MAX_IMAGES // max(len(prompts), 1):
         raise InputError(f"--num must be at least 1 and give at most {MAX_IMAGES:,} images in all, but is {num}")
@@ -108,7 +108,7 @@ def sample_to_folder(
 
 
 def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
-    """Returns each prompt once: the arguments, where - stands for the standard input, and the lines of the file."""
+    """Returns each prompt once: the arguments, with - for the lines of standard input, and the lines of the file."""
     given = [line for prompt in arguments for line in (_read_lines("-") if prompt == "-" else [prompt])]
     given += [] if file is None else _read_lines(file)
     if not given:
@@ -122,7 +122,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 def _read_lines(file: str) -> list[str]:
     try:
-        if Path(file).is_fifo() and not file.startswith("/dev/fd/"):  # which a shell makes of <(...), with a writer
+        if Path(file).is_fifo() and not file.startswith("/dev/fd/"):  # a shell's <(...), which always has a writer
             raise OSError("it is a FIFO, not a file")
         with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
             content = source.read(MAX_BYTES + 1)
@@ -138,7 +138,7 @@ def _read_lines(file: str) -> list[str]:
 
 
 def _in_one_line(settings: dict[str, Any]) -> str:
-    """Returns the settings that are not as usual."""
+    """Returns the settings that are set, without the default of route_every, as one line."""
     notes = []
     for key, value in settings.items():
         if value is not None and (key, value) != ("route_every", 1):
@@ -151,9 +151,9 @@ def _in_one_line(settings: dict[str, Any]) -> str:
 
 
 def file_name(prompt: str, seed: int) -> str:
-    """Returns a name for any text, safe on any disk; what is lost of a text comes back as a hash.
+    """Returns a file name for any text, safe on any disk; if the text cannot be recovered from it, with a hash.
 
-    The hash follows two dashes, which no text has in its name: a text without a hash never has the name of another.
+    The hash follows two dashes, which no slug contains, so names with and without a hash never collide.
     """
     plain = unicodedata.normalize("NFKD", prompt[:MOST_CHARACTERS]).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")[:60].strip("-")
@@ -164,7 +164,7 @@ def file_name(prompt: str, seed: int) -> str:
 
 
 def write_image(image: Image.Image, path: Path, **about: Any) -> Path | None:
-    """Writes a PNG that says how it was made, as `write_kept` does; `read_metadata` reads it."""
+    """Writes a PNG with metadata on how it was made, with `write_kept`; `read_metadata` reads the metadata."""
     return write_kept(path, described_png(image, **about))
 
 
@@ -172,7 +172,7 @@ def described_png(image: Image.Image, **about: Any) -> bytes:
     texts = PngInfo()
     for key, value in about.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        # PNG ends a text at a zero; half characters, as a terminal may give them, are no UTF-8.
+        # PNG ends a text at a zero byte; lone surrogates, as from a terminal, cannot be encoded as UTF-8.
         texts.add_itxt(key, text.replace("\0", " ").encode("utf-8", "backslashreplace").decode())
     return png_of(image, texts)
 
@@ -184,15 +184,15 @@ def png_of(image: Image.Image, about: PngInfo | None = None) -> bytes:
 
 
 def write_kept(path: Path, content: bytes) -> Path | None:
-    """Writes a file. Another that has its name gets the next free one first, NAME.1.png, which is returned.
+    """Writes a file; first renames an existing one to the next free name, NAME.1.png, and returns that name.
 
-    So the newest file has the plain name, and nothing is lost. The same content again leaves all as it is.
+    So the newest file has the plain name, and nothing is lost. If the content is the same, nothing changes.
     """
     try:
         if read_bytes(path, len(content)) == content:
             return None
     except OSError:
-        pass  # there is none, or another
+        pass  # there is no file, or a larger one
     kept = None
     if os.path.lexists(path) and not path.is_dir():
         names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
@@ -206,7 +206,7 @@ def write_kept(path: Path, content: bytes) -> Path | None:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """Returns prompt, negative_prompt, seed, model (its hash) and settings of a PNG that `write_image` has written."""
+    """Returns prompt, negative_prompt, seed, model (its hash) and settings from a PNG that `write_image` wrote."""
     try:
         with open_regular(Path(path)) as file, Image.open(file, formats=("PNG",)) as image:
             image.load()

@@ -1,4 +1,4 @@
-"""The page that a model shows on the Hugging Face hub: README.md, with the hub's metadata at its head."""
+"""The page of a model on the Hugging Face hub: README.md, which starts with the hub's metadata."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from atoll.errors import printable
 from atoll.storage import read_bytes, write_text
 
 README, SAMPLES = "README.md", "samples.png"
-CREDITS = "CREDITS.md"  # who has trained what, as a federation knows it
+CREDITS = "CREDITS.md"  # who trained what, written by a federation
 MAX_README = 1 << 20
 TEXT = """
 # {title}
@@ -40,7 +40,7 @@ Hash of the model: `{hash}`.
 
 
 def model_card(folder: Path, index: ModelIndex, samples: bool = False) -> str:
-    """Returns the page of a model that lies in `folder`; with `samples`, it shows the images in samples.png."""
+    """Returns the page of the model in `folder`; with `samples`, it shows samples.png."""
     rows, datasets, bases = [], [], []
     for part in index.experts:
         if part is None or not (folder / part.folder).is_dir():
@@ -77,19 +77,19 @@ def model_card(folder: Path, index: ModelIndex, samples: bool = False) -> str:
 
 
 def cell(value: object) -> str:
-    """A stranger's value as one cell of a table: no markup, no line breaks."""
+    """Returns an untrusted value as one table cell, without markup or line breaks."""
     return printable(str(value), 200).translate({ord(mark): f"\\{mark}" for mark in "|`[]<>*_"})
 
 
 def write_model_card(folder: Path, index: ModelIndex, out: Path | None = None) -> None:
-    """Writes the page, to `out` or to the folder itself, unless people have changed it: then it is theirs."""
+    """Writes the page, to `out` or to the folder itself, unless someone has edited it."""
     out = out or folder
     if is_ours(folder, index) or not os.path.lexists(folder / README):
         write_text(out / README, model_card(folder, index, (out / SAMPLES).is_file()))
 
 
 def has_its_credits(folder: Path, index: ModelIndex) -> bool:
-    """Returns whether CREDITS.md is that of the model in the folder, by its hash."""
+    """Returns whether CREDITS.md belongs to the model in the folder, by its hash."""
     try:
         return f"`{index.hash}`" in read_bytes(folder / CREDITS, MAX_README).decode()
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def has_its_credits(folder: Path, index: ModelIndex) -> bool:
 
 
 def is_ours(folder: Path, index: ModelIndex) -> bool:
-    """Returns whether README.md is as it was written."""
+    """Returns whether README.md is unchanged since `write_model_card` wrote it."""
     try:
         page = read_bytes(folder / README, MAX_README).decode()
         return page in (model_card(folder, index, samples) for samples in (False, True))

@@ -1,7 +1,7 @@
-"""A model folder as one thing that makes images of prompts, called as diffusers' pipelines are.
+"""A pipeline that samples images from a model folder, with the interface of diffusers' pipelines.
 
-diffusers itself is not needed: its pipeline class would add a dependency of the core for `from_pretrained`, and loads
-every part at once, where here experts come into memory when they are first needed and may leave it again.
+It is not built on diffusers, whose pipeline class would be a dependency of the core and loads all parts at once; here
+experts are loaded when first needed, and may be unloaded again.
 """
 
 import operator
@@ -41,14 +41,14 @@ from atoll.tensors import get_device
 OUTPUTS = ("pil", "np", "pt", "latent")
 
 OnStepEnd = Callable[["AtollPipeline", int, Tensor, dict[str, Tensor]], Mapping[str, Tensor] | None]
-"""callback(pipe, step, t, {"latents": ..., "x0": ...}); "latents" in what it returns take the place of these."""
+"""callback(pipe, step, t, {"latents": ..., "x0": ...}); if it returns "latents", they replace the current ones."""
 
 _Request = tuple[str, str, int]  # the prompt, the negative prompt and the seed of an image
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an image is made, checked: what `AtollPipeline.plan` returns."""
+    """Validated sampling settings, as `AtollPipeline.plan` returns them."""
 
     steps: int
     guidance: float
@@ -62,7 +62,7 @@ class Plan:
 
 
 class Settled(NamedTuple):
-    """What settings of sampling may leave to the model."""
+    """The sampling settings whose defaults depend on the model."""
 
     steps: int
     guidance: float
@@ -70,7 +70,7 @@ class Settled(NamedTuple):
 
 
 class Preview(NamedTuple):
-    """Where an image was heading at t."""
+    """The estimate of an image's final latents at t."""
 
     t: float
     x0: Tensor  # latents [C, S, S]
@@ -78,7 +78,7 @@ class Preview(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageTrace:
-    """Each evaluation of the velocity of one image."""
+    """The evaluations of the velocity of one image."""
 
     times: tuple[float, ...]  # from 1 down
     weights: Tensor  # [evaluations, K]; rows sum to 1
@@ -86,11 +86,11 @@ class ImageTrace:
 
     @property
     def shares(self) -> list[float]:
-        """Returns how much of the way each expert has led: its weight, averaged over the evaluations."""
+        """Returns each expert's share of the image: its weight, averaged over the evaluations."""
         return list(self.weights.mean(0).tolist())
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a JSON file says of it."""
+        """Returns the trace in the form of trace.json."""
         evaluations = [
             {"t": round(t, 6), "weights": [round(w, 6) for w in row]}
             for t, row in zip(self.times, self.weights.tolist(), strict=True)
@@ -100,21 +100,21 @@ class ImageTrace:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """What a run has made: an image, a seed, a prompt and a trace each, in the same order."""
+    """The result of a call: images with their seeds, prompts and traces, in the same order."""
 
     images: list[Image.Image] | NDArray[np.float32] | Tensor
     seeds: tuple[int, ...]
     prompts: tuple[str, ...]
     negative_prompts: tuple[str, ...]
     trace: tuple[ImageTrace, ...]
-    settings: Mapping[str, Any]  # what else the images depend on
+    settings: Mapping[str, Any]  # all else that the images depend on, besides the model
 
 
 class AtollPipeline:
     """Experts, router, codec and text encoder of one model folder."""
 
     ensemble: Ensemble
-    learned_guidance: tuple[float, ...]  # of each expert that is there
+    learned_guidance: tuple[float, ...]  # of each expert that is present
     made_for: int | None  # the steps that the experts were made for; None: any number
 
     def __init__(
@@ -129,12 +129,12 @@ class AtollPipeline:
         verify: bool = False,
         elsewhere: Mapping[int, VelocityExpert] | None = None,
     ) -> None:
-        """Opens a folder that `assemble` has made, or a hub id.
+        """Opens a folder that `assemble` wrote, a hub id or a federation.
 
-        At most `max_resident` experts are in memory at a time; `dtype` is that of the experts, by default as they were
-        saved. Every file is compared with its hash in the index before it is first used, those of an expert when its
-        weights are first needed; hashes are remembered until the file changes. `verify` reads all files again, now.
-        Experts that are `elsewhere` (`serving.remote`) take the place of those in the folder, or of missing ones.
+        At most `max_resident` experts are in memory at once; `dtype` is that of the experts, by default as saved.
+        Every file is verified against its hash in the index before first use, an expert's when its weights are first
+        needed; the result is cached until the file changes. `verify` reads and checks all files now. Experts in
+        `elsewhere` (`serving.remote`), by number, replace those in the folder or missing ones.
         """
         self._elsewhere = elsewhere or {}
         self.folder = folder = find_model(folder, revision)
@@ -159,11 +159,11 @@ class AtollPipeline:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> Self:
-        """Opens a model under the name that diffusers has for it."""
+        """Opens a model, as the constructor does, under the name that diffusers uses."""
         return cls(folder, **options)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the files this was opened from to another folder: what `to` has changed is not saved."""
+        """Copies the files that this was opened from to another folder; changes by `to` are not saved."""
         copy_model(self.folder, self.index, folder)
 
     def push_to_hub(
@@ -174,10 +174,10 @@ class AtollPipeline:
         token: str | None = None,
         prompts: Sequence[str] = ("",) * 8,
     ) -> str:
-        """Uploads the model to the Hugging Face hub; returns where it can be seen.
+        """Uploads the model to the Hugging Face hub; returns its URL.
 
-        Its page shows an image of each of the `prompts`: a model knows none of its own, so by default the empty one,
-        which shows what it makes unasked. With no prompts there are no images.
+        The model's page shows an image of each of the `prompts`, by default unconditional ones. Without prompts there
+        are no images.
         """
         grid = None
         if prompts:
@@ -189,9 +189,9 @@ class AtollPipeline:
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | str | None = None
     ) -> Self:
-        """Moves all of it; `dtype` is for the experts alone, and may come first, as diffusers has it.
+        """Moves all parts to `device`; `dtype` is for the experts alone, and may come first, as in diffusers.
 
-        Latents stay in single precision, and so does the router: it is small beside them, and decides.
+        Latents and the router stay in float32: the router is small, and its decisions should not depend on rounding.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -204,17 +204,17 @@ class AtollPipeline:
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """Returns each expert's by name, or "missing", or "elsewhere" if it is and the index does not know it."""
+        """Returns each expert's objective by name, "missing", or "elsewhere" if it is remote and not in the index."""
         names = zip(self.index.objectives, self.ensemble.experts, strict=True)
         return tuple("missing" if expert is None else name or "elsewhere" for name, expert in names)
 
     @property
     def guidance(self) -> float:
-        """Returns the default scale: no guidance on top of what the experts have learned."""
+        """Returns the default guidance scale: 1 if the experts have learned guidance, since scales multiply."""
         return GUIDANCE if set(self.learned_guidance) == {1.0} else 1.0
 
     def settle(self, sampling: Sampling) -> "Settled":
-        """Returns what the settings leave open as this model has it; refuses steps that it was not made for."""
+        """Returns the settings with this model's defaults; raises an InputError for steps it was not distilled for."""
         steps, solver, made_for = sampling.steps, sampling.solver, self.made_for
         if made_for is not None and (steps not in (None, made_for) or solver not in (None, "euler")):
             raise InputError(
@@ -288,17 +288,16 @@ class AtollPipeline:
         experts: Sequence[int] | None = None,
         progress: bool = True,
     ) -> Samples:
-        """Makes images of prompts. The same prompt and seed give the same image, whatever else is made with it.
+        """Samples images of prompts. The same prompt and seed give the same image, whatever else is in the batch.
 
-        Without a `guidance_scale` it is 2, or 1 for a model that has learned its guidance (`atoll distill --guidance`);
-        without `num_inference_steps` there are 20, or as many as the model was made for (`atoll distill --steps-out`).
-        Image i of a prompt has the seed `seed` + i; a list has a seed for each prompt, or for each image. Without one,
-        seeds are drawn from the generator, or from torch's own. `routing` is top1, topk:2, full, threshold:0.1,
-        sample or by_time:0.5; the router is asked at every `route_every`-th evaluation, and no more about a sample once
-        an expert's probability has reached `confident`. `previews` is how many estimates of the final latents each
-        trace shall hold at most; `experts` are the numbers of those that may answer, by default all. Where images are
-        split into batches, the callback sees one batch after another; on a GPU it sees a batch again from step 0 if
-        that has to be made again (`generate`).
+        `guidance_scale` defaults to 2, or to 1 for a model that has learned guidance (`atoll distill --guidance`);
+        `num_inference_steps` to 20, or to those that the model was made for (`atoll distill --steps-out`). Image i of a
+        prompt has the seed `seed` + i; a list holds a seed per prompt, or per image. Without `seed`, seeds are drawn
+        from `generator`, by default torch's global one. `routing` is top1, topk:2, full, threshold:0.1, sample or
+        by_time:0.5; the router is run at every `route_every`-th evaluation, and no longer for a sample once an expert's
+        probability has reached `confident`. `previews` is the maximum number of estimates of the final latents per
+        trace; `experts` are the numbers of the experts that may be used, by default all. The callback is called for one
+        batch after another; on a GPU it starts again from step 0 if a batch has to be sampled again (`generate`).
         """
         if output_type not in OUTPUTS:
             raise unknown("output type", output_type, OUTPUTS)
@@ -340,7 +339,7 @@ class AtollPipeline:
         confident: float | None = None,
         experts: Sequence[int] | None = None,
     ) -> Plan:
-        """Checks how an image shall be made."""
+        """Returns validated sampling settings, with defaults filled in."""
         own_steps = None if steps is None else operator.index(steps)
         settled = self.settle(Sampling(steps=own_steps, guidance=guidance, solver=solver))
         policy = get_routing(routing, operator.index(route_every), confident)
@@ -354,7 +353,7 @@ class AtollPipeline:
         return Plan(*settled, policy, own)
 
     def settings_of(self, plan: Plan) -> dict[str, Any]:
-        """Returns what an image depends on beside its prompts, its seed and the model."""
+        """Returns all that an image depends on besides its prompts, its seed and the model."""
         settings: dict[str, Any] = {
             "steps": plan.steps,
             "guidance": plan.guidance,
@@ -376,7 +375,7 @@ class AtollPipeline:
     def _make_batch(
         self, requests: Sequence[_Request], callback: OnStepEnd | None, shown: range, bar: Any, **options: Any
     ) -> tuple[Tensor, list[ImageTrace]]:
-        """Returns the latents where the last step has led, and how each image got there; previews of `shown` steps."""
+        """Returns the latents after the last step, and each image's trace with previews of the steps in `shown`."""
         prompts, negatives, seeds = zip(*requests, strict=True)
         evaluations: list[Routed] = []
         previews: list[Preview] = []
@@ -384,17 +383,17 @@ class AtollPipeline:
 
         def on_step(step: Step) -> None:
             nonlocal latents
-            if step.number == 0:  # perhaps again
+            if step.number == 0:  # `generate` may sample a batch twice
                 previews.clear()
             if step.number in shown:
                 previews.append(Preview(float(step.t), step.x0))
             if callback is not None:
                 answer = callback(self, step.number, step.t, {"latents": step.x, "x0": step.x0})
                 if answer is not None and "latents" in answer:
-                    step.x.copy_(answer["latents"])  # the solver continues from this very tensor
+                    step.x.copy_(answer["latents"])  # the solver continues from this tensor
             bar.update()
             latents = step.x
-            if self._interrupt:  # which one sets, as with diffusers
+            if self._interrupt:  # set by callbacks, as in diffusers
                 raise _Interrupted
 
         def trace(routed: Routed) -> None:
@@ -405,7 +404,7 @@ class AtollPipeline:
         texts = Prompts.encode(self.text_encoder, prompts, negatives)
         with suppress(_Interrupted):
             generate(self.ensemble, texts, seeds, on_step=on_step, trace=trace, **options)
-        # Only now to the host: on the way each copy would stall a device.
+        # Copied to the host only now, since each copy during sampling would synchronise the device.
         times = tuple(torch.stack([routed.t for routed in evaluations]).tolist())
         weights = torch.stack([routed.weights.float() for routed in evaluations], 1).cpu()  # [B, evaluations, K]
         previews = [Preview(t, x0.cpu()) for t, x0 in previews]
@@ -434,7 +433,7 @@ class _Interrupted(Exception):
 
 
 def get_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Returns a type that experts can compute in, also by its name."""
+    """Returns the dtype of that name, if experts can compute in it."""
     names = {str(known).removeprefix("torch."): known for known in DTYPES}
     name = str(dtype).removeprefix("torch.")
     if name not in names:
@@ -443,7 +442,7 @@ def get_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def warn_of_long_texts(encoder: TextEncoder, texts: set[str]) -> None:
-    """Names the texts that leave no room for another word: what they have beyond it was cut off."""
+    """Warns of texts that fill the encoder's tokens, since any text beyond these is cut off."""
     ordered = sorted(texts)
     ids, longer = encoder.tokenize(ordered), encoder.tokenize([f"{text} and" for text in ordered])
     for text, full in zip(ordered, (ids == longer).all(1).tolist(), strict=True):
@@ -486,7 +485,7 @@ def _requests(
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Returns the batches' images as one."""
+    """Returns the images of all batches as one list, tensor or array."""
     if isinstance(parts[0], list):
         return [image for part in parts for image in part]
     return torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)

@@ -1,7 +1,7 @@
-"""Which experts a sample is made by: from p(k | x_t, t [, text]) to weights whose rows sum to 1.
+"""Routing policies: from the router's p(k | x_t, t [, text]) to weights over experts, whose rows sum to 1.
 
-Each policy is a pure function of probabilities p[B, K]; experts of weight 0 are not run. `Routing` names one of them
-with its number, and says how often the router is asked.
+Each policy is a pure function of probabilities p[B, K]; experts of weight 0 are not run. `Routing` is a policy by name,
+with its number, and says how often the router is run.
 """
 
 import math
@@ -16,18 +16,18 @@ from atoll.tensors import send
 
 POLICIES = ("top1", "topk", "full", "threshold", "sample", "by_time", "oracle")
 NEED_NO_ROUTER = ("by_time", "oracle")
-NUMBERS: dict[str, float] = {"topk": 2, "threshold": 0.1, "by_time": 0.5}  # the policies that have one, by default this
-WHOLE = ("topk", "sample")  # whose number is a count
+NUMBERS: dict[str, float] = {"topk": 2, "threshold": 0.1, "by_time": 0.5}  # defaults of policies that need a number
+WHOLE = ("topk", "sample")  # policies whose number is a count
 
 
 @dataclass(frozen=True)
 class Routing:
-    """A policy, and how often the router is asked; between times its last answer stands, and the policy uses that."""
+    """A policy, and how often the router is run; in between, the policy uses the router's last answer."""
 
     name: str = "top1"
     number: float | None = None  # the K of topk:K, the P of threshold:P, the T of by_time:T, the N of sample:N
-    every: int = 1  # ask the router at every so many evaluations of the velocity
-    confident: float | None = None  # ask no more about a sample once its largest probability has reached this
+    every: int = 1  # run the router at every so many evaluations of the velocity
+    confident: float | None = None  # stop running it for a sample once its largest probability has reached this
 
     def __post_init__(self) -> None:
         if self.name not in POLICIES:
@@ -46,7 +46,7 @@ class Routing:
             raise InputError(f"confident must lie above 0 and be at most 1, but is {self.confident}")
 
     def __str__(self) -> str:
-        """Returns what `get_routing` reads."""
+        """Returns the form that `get_routing` parses."""
         return self.name if self.number is None else f"{self.name}:{self.number}"
 
     def weights(
@@ -80,7 +80,7 @@ class Routing:
 
 
 def get_routing(spec: str, every: int = 1, confident: float | None = None) -> Routing:
-    """Returns the routing of a name such as top1, topk:2, full, threshold:0.1, sample, by_time:0.5 or oracle."""
+    """Parses a routing such as top1, topk:2, full, threshold:0.1, sample, by_time:0.5 or oracle."""
     name, colon, value = str(spec).partition(":")
     if not colon:
         return Routing(name, None, every, confident)
@@ -94,7 +94,7 @@ def get_routing(spec: str, every: int = 1, confident: float | None = None) -> Ro
 def probabilities(logits: Tensor, temperature: float, present: Tensor) -> Tensor:
     """Returns softmax(logits / temperature) over the experts that are present[K] or [B, K].
 
-    Absent experts leave before the softmax: were the router sure of one of them, nothing would be left after it.
+    Absent experts are masked before the softmax: if the router were sure of one of them, nothing would remain after it.
     """
     logits = logits.masked_fill(~present, -math.inf)
     return torch.softmax(logits / temperature, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -108,12 +108,12 @@ def mask_missing(p: Tensor, present: Tensor) -> Tensor:
 
 
 def top1(p: Tensor) -> Tensor:
-    """All weight on the most probable expert; on the first of equals."""
+    """Returns weights with all weight on the most probable expert, in ties the first."""
     return torch.zeros_like(p).scatter_(1, p.argmax(1, keepdim=True), 1)
 
 
 def topk(p: Tensor, k: int) -> Tensor:
-    """The k most probable, in proportion."""
+    """Returns weights of the k most probable experts, in proportion to p."""
     if k > p.shape[1]:
         raise InputError(f"routing topk:{k} asks for more than the {p.shape[1]} experts of the model")
     values, experts = p.topk(k, dim=1)
@@ -121,14 +121,14 @@ def topk(p: Tensor, k: int) -> Tensor:
 
 
 def threshold(p: Tensor, tau: float) -> Tensor:
-    """Those of at least tau, in proportion; the most probable always stays."""
+    """Returns weights of the experts with p of at least tau, in proportion; always of the most probable one."""
     return _normalised(torch.where((p >= tau) | (top1(p) > 0), p, 0))
 
 
 def sample(p: Tensor, generators: Sequence[torch.Generator], num: int = 1) -> Tensor:
-    """`num` experts per sample, drawn from p one after the other without repeats, in proportion (DDM's sample-2).
+    """Returns weights of `num` experts per sample, drawn from p without replacement, in proportion (DDM's sample-2).
 
-    Each image draws from its own generator, so the batch does not matter.
+    Each image draws from its own generator, so the result does not depend on the batch.
     """
     if num > p.shape[1]:
         raise InputError(f"routing sample:{num} asks for more than the {p.shape[1]} experts of the model")
@@ -138,7 +138,7 @@ def sample(p: Tensor, generators: Sequence[torch.Generator], num: int = 1) -> Te
             [torch.rand((), generator=g, dtype=torch.float64, device=g.device).cpu() for g in generators]
         )
         ends = left.cumsum(1)
-        # An expert of p = 0 has an empty interval and is never drawn; rounding may lead one past the last.
+        # An expert of p = 0 has an empty interval and is never drawn; rounding may give an index past the last.
         drawn = torch.searchsorted(ends, send(draws[:, None], p.device) * ends[:, -1:], right=True)
         drawn = drawn.clamp(max=p.shape[1] - 1)
         chosen.scatter_(1, drawn, 1)
@@ -147,11 +147,11 @@ def sample(p: Tensor, generators: Sequence[torch.Generator], num: int = 1) -> Te
 
 
 def by_time(p: Tensor, t: Tensor, is_flow: Tensor, switch: float) -> Tensor:
-    """The paper's deterministic switch (section 4.3): flow-matching experts at t > switch, the others below.
+    """Returns weights by the paper's deterministic switch (section 4.3): flow matching at t > switch, others below.
 
-    The paper has one expert of each kind on one cluster. Here there may be several, and the most probable of those
-    whose turn it is gets all weight; if it is the turn of none, the most probable of all. The paper's t is the
-    expert's own: a cosine schedule has alpha = sigma at 0.5 as the canonical path does, so the two agree there.
+    The paper has one expert of each kind on one cluster. Here there may be several: the most probable of the active
+    kind gets all weight, or, if there is none of that kind, the most probable of all. The paper's t is the expert's
+    own, but a cosine schedule has alpha = sigma at 0.5 as the canonical path does, so the two agree there.
     """
     late = (t > switch).reshape(-1, 1).to(p.device)  # [B or 1, 1]
     turn = p * (is_flow == late)

@@ -1,6 +1,6 @@
-"""How images are made unless one says otherwise. Apart, so that `atoll sample --help` need not wait for torch.
+"""Sampling settings. In a module of their own, so that `atoll sample --help` need not import torch.
 
-benchmarks/quality.py is what the defaults were chosen by.
+The defaults were chosen with benchmarks/quality.py.
 """
 
 import math
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 
 from atoll.errors import InputError
 
-STEPS, GUIDANCE, SOLVER = 20, 2.0, "multistep"  # of models that were not made for others
+STEPS, GUIDANCE, SOLVER = 20, 2.0, "multistep"  # of models that were not distilled for others
 MAX_STEPS = 10_000
 MAX_IMAGES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a model makes images."""
+    """How images are sampled."""
 
     steps: int | None = None
-    """Steps of the solver, at most 10,000. By default 20, or those that a student of few steps was made for."""
+    """Solver steps, at most 10,000. By default 20; a few-step student has its own number."""
     guidance: float | None = None
-    """How strongly images follow the prompt, at least 0; 1 is no guidance. By default 2, or 1 for a model that has
-    learned its guidance."""
+    """Guidance scale, at least 0; 1 is no guidance. By default 2, or 1 for a model that has learned guidance."""
     solver: str | None = None
-    """multistep (the default), euler, heun, midpoint or dpm2m; a student of few steps has its own.
-    evaluate also knows ancestral and ddim, for a model of one expert, and with :table:clip or :table:dynamic after
-    these, DDPM's 1000 steps with x0 clipped or thresholded."""
+    """multistep (the default), euler, heun, midpoint or dpm2m; a few-step student always uses euler.
+    evaluate also accepts ancestral and ddim for a model of one expert; followed by :table:clip or :table:dynamic, they
+    take DDPM's 1000 steps with x0 clipped or dynamically thresholded."""
     routing: str = "top1"
-    """Which experts make an image: top1; topk:2, the two most probable; full; threshold:0.1, those of at least this
-    probability; sample, or sample:2 for two; or by_time:0.5, flow matching above this time and the others below.
-    evaluate also knows oracle: the expert of the cluster that the caption's own image is in."""
+    """Which experts sample an image: top1, the most probable; topk:2, the two most probable; full, all; threshold:0.1,
+    all of at least this probability; sample, one drawn at random (sample:2 for two); or by_time:0.5, flow-matching
+    experts above this t and the others below. evaluate also accepts oracle: the expert of the cluster of the caption's
+    own image."""
     conversion: str | None = None
-    """calibrated, exact, paper or paper-damped; by default calibrated for experts that predict noise and carry a
-    calibration, and exact for all others."""
+    """Conversion to velocity: calibrated, exact, paper or paper-damped. By default calibrated for noise-predicting
+    experts that have a calibration, and exact for all others."""
     batch: int = 16
-    """Images at a time."""
+    """Images per batch."""
 
     def __post_init__(self) -> None:
         for name, most in (("steps", MAX_STEPS), ("batch", MAX_IMAGES)):

@@ -1,1 +1,1 @@
-"""Training in isolation: one loop for experts, the monolith and the router."""
+"""Training in isolation: one loop for experts, the monolith, the router and students."""

@@ -1,7 +1,7 @@
-"""The files of a run: run.json, which says what it is, and checkpoints from which the same command resumes it.
+"""The files of a run: run.json, which identifies it, and checkpoints from which rerunning the command resumes it.
 
-Weights, EMA weights and both moments of AdamW are tensors, all else (`Progress`) is JSON in the file's metadata: a
-checkpoint is one safetensors file, so it is there whole or not at all.
+A checkpoint is one safetensors file, so that it is written whole or not at all: weights, EMA weights and both moments
+of AdamW are tensors, all else (`Progress`) is JSON in the file's metadata.
 """
 
 import json
@@ -28,12 +28,12 @@ from atoll.training.settings import Settings, refuse_another
 from atoll.training.sharding import Shard, whole
 
 FORMAT = 1
-PARTS = ("weights", "averaged", "moment1", "moment2")  # of the tensors' names; the EMA weights are "averaged" on disk
+PARTS = ("weights", "averaged", "moment1", "moment2")  # prefixes of tensor names; "averaged" are the EMA weights
 
 
 @dataclass
 class Progress:
-    """Where a run is, and what it has counted since its last line of metrics."""
+    """The step a run has reached, and its sums since the last line of metrics."""
 
     step: int = 0
     updates: int = 0  # steps that were not skipped
@@ -49,7 +49,7 @@ class Progress:
     cpu_seconds: float = 0.0  # of all threads of the main process
 
     def summary(self, batch: int, lr: float) -> dict[str, Any]:
-        """Returns a line of metrics over the updates since the last one, and counts anew."""
+        """Returns a line of metrics over the updates since the last one, and resets the sums."""
         line = {
             "step": self.step,
             "loss": self.loss_sum / self.num_summed,
@@ -69,7 +69,7 @@ class Progress:
 
 
 def check_folder(folder: Path, is_run: str = "run.json") -> None:
-    """Refuses a folder that holds something else than a run, or links and FIFOs that somebody else has put there."""
+    """Raises an InputError if the folder holds anything other than a run, or links or FIFOs that someone put there."""
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(where, name)
@@ -87,11 +87,11 @@ def check_folder(folder: Path, is_run: str = "run.json") -> None:
 
 
 def read_run(folder: Path, about: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
-    """Returns what run.json says, if there is one; refuses to resume a run that was begun as another than `about`."""
+    """Returns the content of run.json, or {} if there is none; raises an InputError if it contradicts `about`."""
     if not (folder / "run.json").exists():
         return {}
     before = read_json(folder / "run.json", "remove the folder, or choose another --out")
-    expected = before.pop("sha256", None)  # None: it was written before there was one
+    expected = before.pop("sha256", None)  # None: written by an earlier version, without a hash
     if expected is not None and hash_of(before) != expected:
         raise InputError(f"{folder}/run.json was altered (its hash is another): restore it, or choose another --out")
     refuse_another(folder, before.get("settings"), settings)
@@ -113,17 +113,17 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def saved(folder: Path) -> list[Path]:
-    """Returns the checkpoints there are, the latest last."""
+    """Returns the paths of all checkpoints, the latest last."""
     return sorted(path for path in folder.glob("*.safetensors") if re.fullmatch("[0-9]{9,12}", path.stem))
 
 
 def save(
     folder: Path, tensors: Mapping[str, Tensor | Shard], progress: Progress, settings: Settings, writes: bool = True
 ) -> None:
-    """Writes a checkpoint; removes those that need not be kept, and what a process killed while it wrote has left.
+    """Writes a checkpoint; removes old ones and the temporary files of processes killed while writing.
 
-    Tensors pass through memory one at a time. Of several processes one `writes`; those that share out tensors call
-    this together.
+    Tensors pass through memory one at a time. Of several processes only one `writes`; with sharded tensors all of
+    them must call this together.
     """
     if not writes:
         for name in sorted(tensors):
@@ -138,7 +138,7 @@ def save(
 
 
 def _write(staged: Path, tensors: Mapping[str, Tensor | Shard], values: Mapping[str, Any]) -> None:
-    """Writes a safetensors file, whose header has the hash of what follows it."""
+    """Writes a safetensors file whose header holds the hash of its tensors and values."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries, end = dict[str, Any](), 0
     for name in sorted(tensors):
@@ -166,7 +166,7 @@ def _write(staged: Path, tensors: Mapping[str, Tensor | Shard], values: Mapping[
 
 
 class _Passing(Mapping[str, Tensor]):
-    """Tensors of which each is got when it is asked for, and not kept."""
+    """Tensors by name, each fetched on access and not kept, so that only one is in memory."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Tensor]) -> None:
         self.names, self.get_tensor = list(names), get
@@ -182,7 +182,7 @@ class _Passing(Mapping[str, Tensor]):
 
 
 def resume(folder: Path, into: Mapping[str, Tensor | Shard]) -> Progress | None:
-    """Loads the latest checkpoint that can be read; returns None if there are none."""
+    """Loads the latest readable checkpoint into the tensors of `into`; returns None if there are no checkpoints."""
     paths = saved(folder)
     for path in reversed(paths):
         try:
@@ -195,7 +195,7 @@ def resume(folder: Path, into: Mapping[str, Tensor | Shard]) -> Progress | None:
 
 
 def load(path: Path, into: Mapping[str, Tensor | Shard]) -> Progress:
-    """Copies a checkpoint's tensors, one at a time, into those of a run, which keep their places in memory."""
+    """Copies a checkpoint's tensors, one at a time, into those of a run, in place."""
     with TensorFile(path, "the run cannot be resumed from it") as file:
         metadata = file.metadata
         try:

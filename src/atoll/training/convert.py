@@ -1,4 +1,4 @@
-"""`atoll convert`: a published checkpoint as an expert of a data set, as a model, or an expert for diffusers."""
+"""`atoll convert`: turns a published checkpoint into an expert or a model, or exports an expert to diffusers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,9 +28,9 @@ def convert_checkpoint(
     cluster: int | None = None,
     calibrate: int = 128,
 ) -> Sequence[str]:
-    """Converts to an expert, to diffusers or to a model of all of Paris; returns what to print.
+    """Converts to an expert, to diffusers or to a model of all Paris experts; returns lines to print.
 
-    With `data`, an expert of this data set's latents, prompts and cluster, which can be assembled with others.
+    With `data`, the expert is for this data set's latents, text encoder and cluster, and can be assembled with others.
     """
     if to != "expert" and (data is not None or cluster is not None):
         raise InputError(f"--data and --cluster are for --to expert, not --to {to}: leave them out")
@@ -38,7 +38,7 @@ def convert_checkpoint(
         raise InputError("--text-dim and --fit are for an expert that shall read text: leave them out with --as-is")
     if calibrate < 0:
         raise InputError(f"--calibrate must be 0 or more, but is {calibrate}")
-    checkpoint = resolved(checkpoint)  # a link is followed, for the user has named it
+    checkpoint = resolved(checkpoint)  # follows a link, since the user named it
     if resolved(out) in (checkpoint, *checkpoint.parents):
         raise InputError(f"--out {out} holds the checkpoint itself: choose another folder")
     if to == "diffusers":
@@ -82,7 +82,7 @@ def _convert_for(
 def _next_step(converted: Converted, out: Path, data: Path | None) -> str:
     if converted.objective is None:
         return f"atoll assemble EXPERT ... --router {out} --data DATA --out MODEL"
-    starts = any(name.startswith("text_embed") for name in converted.ledger.initialised)  # its text means nothing yet
+    starts = any(name.startswith("text_embed") for name in converted.ledger.initialised)  # text layers are untrained
     if data is not None and not starts:
         return f"atoll assemble {out} ... --data {data} --out MODEL"
     if converted.options.as_is:
@@ -91,7 +91,7 @@ def _next_step(converted: Converted, out: Path, data: Path | None) -> str:
 
 
 def _calibration(converted: Converted, data: Dataset, text: TextEncoder, num: int) -> Calibration:
-    """Measures how far the x0 of a network without text can be trusted, on held-out images of its cluster."""
+    """Measures the calibration of a text-free network's x0 on held-out images of its cluster."""
     assert converted.objective is not None
     view, nothing = DatasetView(data), torch.zeros(text.dim)
     prior = TextPrior(view.mean.float(), torch.zeros(text.dim, *view.shape), nothing, nothing, 0.0)

@@ -1,9 +1,9 @@
-"""One dense student of a whole ensemble: `atoll distill`.
+"""`atoll distill`: distils an ensemble into one dense student.
 
-The student learns the teacher's velocity at x_t = (1 - t) x0 + t eps of real images. Taught by label, an image of
-cluster k is taught by expert k alone. What the squared error then leads to is the mean over k given what the student
-sees, the sum over k of p(k | x_t, t, text) u_k(x_t, t, text), which is Eq. 1 with the perfect router: no router is
-asked, and one expert per image is run.
+The student learns the teacher's velocity at x_t = (1 - t) x0 + t eps of real images. With labels, expert k alone
+teaches the images of cluster k. The minimiser of the squared error is then the conditional mean, the sum over k of
+p(k | x_t, t, text) u_k(x_t, t, text), which is Eq. 1 with a perfect router: no router is needed, and only one expert
+is run per image.
 """
 
 import warnings
@@ -50,17 +50,17 @@ ROUTINGS = {
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """An ensemble as a student asks it: canonical (x_t, t), the text and the expert of each sample -> its velocity."""
+    """An ensemble as the target of a student: canonical (x_t, t), text and expert of each sample -> velocity."""
 
     ensemble: Ensemble
     routing: Routing
     guidance: float = 1.0
-    places: Mapping[int, int] | None = None  # of each cluster's expert; None: it does not teach by label
+    places: Mapping[int, int] | None = None  # cluster -> number of its expert; None: it does not teach by label
     about: Mapping[str, Any] = field(default_factory=dict)  # for the student's card
 
     @classmethod
     def open(cls, folder: Path, index: ModelIndex, settings: DistillSettings, device: torch.device) -> "Teacher":
-        """Opens a model folder; experts come into memory when they are first asked."""
+        """Opens a model folder; experts are loaded when first used."""
         assert settings.teacher is not None
         assert settings.guidance is not None
         by_label = settings.teacher == "label" and index.num_experts > 1
@@ -68,7 +68,7 @@ class Teacher:
             raise InputError(f"{folder} has no router: use --teacher label")
         with warnings.catch_warnings():
             if by_label:
-                warnings.filterwarnings("ignore", "expert_.* missing")  # nothing goes to the others
+                warnings.filterwarnings("ignore", "expert_.* missing")  # their weight is not redistributed
             pipe = AtollPipeline(folder, max_resident=settings.max_resident, device=device)
         index.verify(folder, again=False)  # before hours of work
         if pipe.made_for is not None:
@@ -94,13 +94,14 @@ class Teacher:
 
     @property
     def learned_guidance(self) -> float:
-        """What a student of it will have learned: guidance multiplies, for it leaves the null text as it is."""
+        """Returns the guidance a student will have learned: scales multiply, since guidance keeps the null text's."""
         return self.guidance * float(self.about.get("learned_guidance", 1.0))
 
     def velocity(self, x: Tensor, t: Tensor, prompts: Prompts | None = None, experts: Tensor | None = None) -> Tensor:
-        """dx/dt at canonical (x, t), guided as `prompts` say; `experts`[B], on the host, teach by label.
+        """Returns dx/dt at canonical (x, t), guided if the teacher guides; `experts`[B], on the host, teach by label.
 
-        What is not finite is refused on the CPU; on a device a look would stall it, and the student's loss shows it.
+        Raises an InputError on the CPU if a velocity is not finite. On a GPU the check would wait for the device;
+        there the student's loss shows it.
         """
         with self._answering(x.device, prompts, experts) as mixture:
             return mixture(x, t)
@@ -108,7 +109,7 @@ class Teacher:
     @contextmanager
     def _answering(self, device: torch.device, prompts: Prompts | None, experts: Tensor | None) -> Iterator[Mixture]:
         mixture = Mixture(self.ensemble, prompts, routing=self.routing, guidance=self.guidance, labels=experts)
-        # Casts of weights that may leave memory are not worth keeping.
+        # Weights may be unloaded, so a cache of their casts would only take memory.
         enabled = torch.is_autocast_enabled(device.type)
         with torch.autocast(device.type, enabled=enabled, cache_enabled=False):
             yield mixture
@@ -116,14 +117,14 @@ class Teacher:
             raise InputError(f"expert_{failed[0]} of the teacher gives values that are not finite: use less guidance")
 
     def resident_bytes(self) -> int:
-        """Returns the size of the weights that are in memory at a time, at most."""
+        """Returns the maximum size of the weights in memory at once."""
         experts = [expert for expert in self.ensemble.experts if isinstance(expert, FolderExpert)]
         sizes = sorted(((expert.path / WEIGHTS).stat().st_size for expert in experts), reverse=True)
         return sum(sizes[: self.ensemble.max_resident]) + bytes_of(self.ensemble.router)
 
 
 def experts_there(folder: Path, index: ModelIndex) -> dict[int, ExpertEntry]:
-    """Returns the experts whose folders are there, by their numbers."""
+    """Returns the experts whose folders exist, by number."""
     return {k: part for k, part in enumerate(index.experts) if part is not None and (folder / part.folder).exists()}
 
 
@@ -132,7 +133,7 @@ def missing_experts(folder: Path, index: ModelIndex) -> list[str]:
 
 
 def places_of(folder: Path, index: ModelIndex) -> dict[int, int]:
-    """Returns the number of the expert of each cluster, of those that are there."""
+    """Returns the number of each cluster's expert, for the experts that exist."""
     places = dict[int, int]()
     for k, part in experts_there(folder, index).items():
         if part.cluster is None or part.cluster in places:
@@ -160,11 +161,11 @@ class DistillTask(ExpertTask):
             self.guidance = 1.0
         self.experts = self._experts_of_rows(allow_missing)
         self.null = EncodedTexts.of(self.text, self.null_ids) if teacher.guidance != 1 else None
-        self._targets: dict[int, list[Tensor]] = {}  # of held-out rows
+        self._targets: dict[int, list[Tensor]] = {}  # for held-out rows, by their number
         self.add_license(teacher.about.get("license"), "teacher")
 
     def _experts_of_rows(self, allow_missing: bool) -> Tensor:
-        """Returns who teaches each row, -1 for nobody: such rows are left out, if that is allowed."""
+        """Returns the expert that teaches each row, -1 for none: such rows are dropped if `allow_missing`."""
         view, places = self.view, self.teacher.places
         if places is None:
             return torch.zeros(len(view.data), dtype=torch.long)
@@ -194,8 +195,10 @@ class DistillTask(ExpertTask):
         return {**super().describe(), "teacher": teacher}
 
     def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
-        """Puts samples of one teacher together, so that it is in memory once per step, however small the micro-batches
-        are; the noise that meets them does not know them."""
+        """Groups samples by teacher, so that each is loaded once per step, however small the micro-batches are.
+
+        Reordering the rows biases nothing, since their noise was drawn independently of them.
+        """
         teachers = self.labels_of(self.view.train[rows]).numpy()
         return super().read(rows[np.argsort(teachers, kind="stable")], drawn)
 
@@ -205,12 +208,12 @@ class DistillTask(ExpertTask):
     def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
         tokens, mask = self.encode(batch, host)
         x = on_linear_path(batch.latents.float(), batch.eps, batch.t)
-        # A dropped text is the null text, which guidance leaves as it is: so the student can still be guided further.
+        # A dropped text is the null text, which guidance does not change, so the student can still be guided further.
         target = self.teacher.velocity(x, batch.t, self._prompts(tokens, host.ids), host.labels)
         return squared_error(network(x, batch.t, tokens, mask), target)
 
     def _prompts(self, tokens: Tensor, ids: Tensor) -> Prompts:
-        """Returns what the teacher reads: the texts of ids[B, L] on the host, and the null text if it guides."""
+        """Returns the teacher's prompts: the texts of ids[B, L] (on the host), and the null text if it guides."""
         return Prompts.of(EncodedTexts(tokens, ids, self.text.lengths(ids)), self.null)
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
@@ -219,8 +222,8 @@ class DistillTask(ExpertTask):
 
     @torch.no_grad()
     def loss_to_teacher(self, num: int) -> float:
-        """Returns how far the student is from its teacher on held-out rows, always at the same noise and times."""
-        targets, losses = self._targets.setdefault(num, []), []  # the teacher says the same each time
+        """Returns the mean squared error to the teacher on held-out rows, always at the same noise and times."""
+        targets, losses = self._targets.setdefault(num, []), []  # cached: the teacher does not change
         batches = held_out_batches(self.view, self.text, self.device, num, self.at_a_time, self.experts)
         for i, (rows, x0, eps, times, text) in enumerate(batches):
             t = LINEAR.inside(times)
@@ -238,7 +241,7 @@ class DistillTask(ExpertTask):
         return expert
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
-        """Measures against the teacher as well as against the data, and writes the student as an expert."""
+        """Evaluates the student against its teacher and against the data, and writes it as an expert."""
         apart = self.loss_to_teacher(EVALUATED_AT_THE_END)
         about = {**self.teacher.about, "held_out_loss": apart}
         super().finish(folder, {**training, "teacher": about})
@@ -249,7 +252,7 @@ class DistillTask(ExpertTask):
         return [*lines, f"next: atoll assemble {folder} --data {self.view.data.folder} --out MODEL"]
 
     def describe_result(self, apart: float) -> Sequence[str]:
-        """Returns what to tell of a student that is so far from its teacher."""
+        """Returns lines for the user about a student whose error to the teacher is `apart`."""
         assert self.evaluated is not None
         return [
             f"a student of {self.teacher.about.get('name', 'its teacher')}: {apart:.4f} from it, loss "
@@ -258,7 +261,7 @@ class DistillTask(ExpertTask):
 
 
 def squared_error(one: Tensor, other: Tensor) -> Tensor:
-    """Returns the mean over each sample: [B]."""
+    """Returns the mean squared error of each sample, [B]."""
     return ((one - other) ** 2).flatten(1).mean(1)
 
 
@@ -274,11 +277,11 @@ def distill(
     progress: bool = True,
     dry_run: bool = False,
 ) -> Sequence[str]:
-    """Trains a student of a model; the folder `out` is an expert of all of the data, or of one cluster, in the end.
+    """Trains a student of a model; in the end the folder `out` is an expert on all of the data, or on one cluster.
 
-    `reuse` is a student of few steps whose trajectories this one learns from.
+    `reuse` is the folder of a few-step student whose trajectories this one trains on.
     """
-    from atoll.training.few_steps import FewStepTask  # which is a DistillTask itself
+    from atoll.training.few_steps import FewStepTask  # here: it imports DistillTask
 
     refuse_inside(out, data)
     if resolved(out).is_relative_to(resolved(model)):
@@ -306,7 +309,7 @@ def distill(
 
 
 def resolved_settings(settings: DistillSettings, index: ModelIndex, cluster: int | None) -> DistillSettings:
-    """Returns settings with what was left open: a student of few steps learns what one samples by default."""
+    """Returns settings with defaults filled in: a few-step student learns the default sampling settings."""
     few = settings.steps_out is not None
     usual = "top1" if few and cluster is None and index.router is not None else "label"
     guidance = GUIDANCE if few else 1.0
@@ -318,7 +321,7 @@ def resolved_settings(settings: DistillSettings, index: ModelIndex, cluster: int
 
 
 def _check_labels(folder: Path, index: ModelIndex, data: Dataset) -> None:
-    """Warns where the clusters of the data may be others than those of the experts."""
+    """Warns if the clusters of the data may differ from those that the experts were trained on."""
     clusters = set(data.clusters().tolist())
     for k, part in experts_there(folder, index).items():
         known = ExpertCard.read(folder / part.folder).data

@@ -1,4 +1,4 @@
-"""The processes that train one network together: this one alone, or those that `accelerate launch` has started."""
+"""The processes that train one network together: this one alone, or those that `accelerate launch` started."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from atoll.training.settings import Settings
 
 
 class Distributed:
-    """One process of an island. Each trains on its slice of every batch; the first writes files."""
+    """One of the processes that train a network. Each trains on its slice of every batch; the first writes files."""
 
     def __init__(self, settings: Settings) -> None:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -24,7 +24,7 @@ class Distributed:
         self._accelerator: Any = None
         self.device = settings.torch_device
         if self.size > 1:
-            # Precision and compiling are the settings', whatever accelerate was configured to do.
+            # The settings decide on precision and compilation, whatever accelerate's configuration says.
             self._accelerator = require("accelerate", "hf").Accelerator(
                 cpu=self.device.type == "cpu", mixed_precision="no", dynamo_backend="no"
             )
@@ -38,12 +38,12 @@ class Distributed:
             torch.set_num_threads(settings.threads)
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """Returns the network such that backward passes average gradients over processes."""
+        """Returns the network wrapped so that backward passes average gradients over processes."""
         return network if self._accelerator is None or self.is_sharded else self._accelerator.prepare_model(network)
 
     def no_sync(self, network: nn.Module, unless: bool) -> Any:
-        """For a backward pass whose gradients are only averaged with those of the last micro-batch."""
-        if unless or self._accelerator is None or self.is_sharded:  # whole gradients would not fit
+        """Returns a context for backward passes that leave averaging of gradients to the last micro-batch."""
+        if unless or self._accelerator is None or self.is_sharded:  # sharded: unreduced gradients would not fit
             return nullcontext()
         return self._accelerator.no_sync(network)
 
@@ -51,11 +51,11 @@ class Distributed:
         return values if self._accelerator is None else self._accelerator.reduce(values, "mean")
 
     def norm(self, norm: Tensor) -> Tensor:
-        """Returns the norm of gradients from that of this process's, which are part of them if they are sharded."""
+        """Returns the global gradient norm from this process's, whose gradients are only a part if sharded."""
         return (self.mean(norm.square()) * self.size).sqrt() if self.is_sharded else norm
 
     def any(self, flag: bool, asks: bool = True) -> bool:
-        """Returns whether the flag is set in any process; False if there are others and now is not the time to ask."""
+        """Returns whether the flag is set in any process; with several processes, always False unless this `asks`."""
         if self.size == 1:
             return flag
         return asks and float(self.mean(torch.tensor(float(flag), device=self.device))) > 0
@@ -66,7 +66,7 @@ class Distributed:
 
     @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
-        """Holds the run's folder, which is made if need be and refused while another run lives in it."""
+        """Creates the run's folder if needed and locks it; raises an InputError if another run holds it."""
         make_folder(folder)
         with alone(folder) if self.is_main else nullcontext():
             self.barrier()

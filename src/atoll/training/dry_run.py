@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would do, and the memory and time it would take."""
+"""`--dry-run`: reports what a run would do, and the memory and time it would take."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ from atoll.training.memory import Memory, Storages, available, in_words, largest
 from atoll.training.settings import Settings
 from atoll.training.task import Batches, CaptionedTask, bytes_of
 
-PROBED = 4  # steps; the first is left out, for it is slower
+PROBED = 4  # steps; the first, slower one is not counted
 
 
 def preview(make_task: Callable[[torch.device], CaptionedTask], settings: Settings) -> Sequence[str]:
-    """Returns the resolved settings, the number of parameters, memory, and time after a short probe."""
+    """Returns lines with the resolved settings, number of parameters, predicted memory, and time from a short probe."""
     distributed = Distributed(settings)
     device, processes = distributed.device, distributed.size
     task = build_task(make_task, device)
@@ -46,13 +46,13 @@ def preview(make_task: Callable[[torch.device], CaptionedTask], settings: Settin
 def forecast(
     task: CaptionedTask, settings: Settings, distributed: Distributed
 ) -> tuple[Callable[[Settings], Memory], float]:
-    """Returns what predicts the memory of a task by its settings, and the seconds of a grid of samples, 0 if none.
+    """Returns a function that predicts a task's memory from its settings, and the seconds per sample grid, 0 if none.
 
-    A grid is drawn as the run does, followed tensor by tensor.
+    The grid's memory is measured by sampling one as the run does and tracking its tensors.
     """
     network, device, base = task.network, distributed.device, None
     if device.type == "cpu":
-        # Measured now, for libraries that only some tasks need are loaded: diffusers alone has 200 MB.
+        # Measured after the task was built, since some tasks load more libraries: diffusers alone takes 200 MB.
         base = max(0, measure_base(settings.checkpointing) - bytes_of(network) - task.frozen_bytes)
     predicted = partial(
         predict,
@@ -74,7 +74,7 @@ def forecast(
 
 
 def _probe(task: CaptionedTask, settings: Settings, distributed: Distributed, grid_seconds: float) -> Sequence[str]:
-    """Measures the time that a few steps take; nothing is written."""
+    """Times a few training steps; writes nothing."""
     learner, seconds, preparation = Learner(task, settings, distributed), [], task.preparation()
     try:
         with closing(Batches(task, settings.batch, settings.seed, distributed.share, distributed.device)) as batches:

@@ -35,13 +35,13 @@ from atoll.training.task import Batch, CaptionedTask, bytes_of, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 512, 2048  # held-out rows
 IN_A_GRID = 12
-MOST_FOR_PRIOR = 20_000  # captions; more say the same
+MOST_FOR_PRIOR = 20_000  # captions; more do not change the fit
 
 
 class ExpertTask(CaptionedTask):
-    """(x_t, t, text) -> what the objective asks for."""
+    """(x_t, t, text) -> the prediction of the objective."""
 
-    guidance = 2.0  # of the images that a run shows
+    guidance = 2.0  # of sample grids
     grid_steps = 24
 
     def __init__(
@@ -53,7 +53,7 @@ class ExpertTask(CaptionedTask):
         self.license = data.card.license
         self.network = self._make_network(init)
         self.evaluated: Evaluated | None = None
-        self.view.latents(self.view.evaluation_rows(EVALUATED))  # what is damaged or missing shows now, not hours later
+        self.view.latents(self.view.evaluation_rows(EVALUATED))  # fail now, not hours later, if data are damaged
         self.codec: Codec | None = None
         if settings.sample_every:
             self.codec = load_codec(data.folder)
@@ -130,7 +130,7 @@ class ExpertTask(CaptionedTask):
 
     @cached_property
     def prior(self) -> TextPrior:
-        """Returns what the captions of a cluster alone say of its images."""
+        """Returns a fit of the cluster's mean image given its caption: the prior mean of a calibrated x0."""
         rows = self.view.training_rows(MOST_FOR_PRIOR)
         parts = (rows[first : first + AT_A_TIME] for first in range(0, len(rows), AT_A_TIME))
         batches = ((self._mean_token(self.view.tokens(part)), self.view.latents(part)) for part in parts)
@@ -140,7 +140,7 @@ class ExpertTask(CaptionedTask):
         return mean_token(*self.text.encode(ids.to(self.device))).cpu()
 
     def sample_grid(self) -> Image.Image | None:
-        """Returns held-out images, and below each what the expert makes of its caption."""
+        """Returns held-out images, and below each a sample from its caption."""
         codec = self.codec
         if codec is None:
             return None
@@ -170,7 +170,7 @@ class ExpertTask(CaptionedTask):
         return Expert(self.network, self.objective, *measured)
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
-        """Measures on more held-out data than before, and writes the expert."""
+        """Evaluates on more held-out data than during the run, and writes the expert."""
         loss, by_log_snr = self._evaluate(EVALUATED_AT_THE_END)
         on = self.view.measured_on
         settings = {**training["settings"], "model": size_of(self.network.config) if self.init else self.settings.model}
@@ -193,7 +193,7 @@ def train_expert(
     dry_run: bool = False,
     mirror: str | None = None,
 ) -> Sequence[str]:
-    """Trains the expert of one cluster, or with None the monolith; the folder `out` is the expert in the end."""
+    """Trains the expert of one cluster, or, if None, the monolith; in the end the folder `out` is the expert."""
     refuse_inside(out, data)
     make = partial(ExpertTask, Dataset.open(data, cluster), settings, init=init)
     return preview(make, settings) if dry_run else train(make, settings, out, progress, mirror)

@@ -1,12 +1,12 @@
-"""A student that makes an image in a few steps: `atoll distill --steps-out 4`.
+"""`atoll distill --steps-out 4`: trains a student that samples in a few steps.
 
 N even steps lead from noise to data. At the start t of a step the student learns the *mean* velocity of its teacher
-over the step, (x_t - x_s) / (t - s). Euler's method with N steps then ends where the teacher does: nothing else has to
-know that the student is special, but for its card, which says how many steps it was made for.
+over the step, (x_t - x_s) / (t - s). Euler's method with N steps then ends where the teacher does, so no other code
+treats the student specially; only its card says how many steps it was made for.
 
-The x_t and x_s are of trajectories that the teacher makes once, from noise and captions, guidance included, before the
-student begins. They are kept: making one costs as much as dozens of updates, and students of 4, 2 and 1 steps can learn
-from the same ones. Images of the data are not needed, only their captions.
+The x_t and x_s come from trajectories that the teacher samples once, from noise and captions and with its guidance,
+before the student's training starts. They are kept, because one costs as much as dozens of updates, and students of 4,
+2 and 1 steps can train on the same ones. Only the captions of the data are used, not the images.
 """
 
 import time
@@ -35,7 +35,7 @@ from atoll.training.task import Batch, Tensors, mixed_seed
 
 FOLDER, INDEX = "trajectories", "trajectories.json"
 IN_A_FILE = 256  # trajectories
-EVALUATED = 128  # held-out captions; a trajectory is dear
+EVALUATED = 128  # held-out captions; trajectories are expensive
 ADVICE = "remove it, and the command that has made it makes it again"
 
 
@@ -55,7 +55,7 @@ class FewStepTask(DistillTask):
         super().__init__(data, settings, device, teacher, init, allow_missing)
         assert settings.steps_out is not None
         self.num_steps = self.grid_steps = settings.steps_out
-        self.guidance = 1.0  # of the images that a run shows
+        self.guidance = 1.0  # of sample grids
         self.teacher_steps = -(-settings.teacher_steps // self.num_steps) * self.num_steps
         self.num_rows = settings.trajectories
         self.made_from = {
@@ -75,7 +75,7 @@ class FewStepTask(DistillTask):
         self._held_out: Tensor | None = None
 
     def _read_index(self, folder: Path) -> dict[str, Any]:
-        """Returns what is known of trajectories that another run has made; those of another teacher are refused."""
+        """Returns the index of another run's trajectories; raises an InputError if they do not fit this student."""
         if not exists(folder / INDEX):
             raise InputError(f"{folder.parent} has no {FOLDER}: give a student that was made with --steps-out")
         made = read_json(folder / INDEX, ADVICE)
@@ -97,7 +97,7 @@ class FewStepTask(DistillTask):
     # --- the teacher's trajectories -------------------------------------------------------------------------------
 
     def begin(self, folder: Path, share: slice, progress: bool) -> None:
-        """Makes the trajectories that are missing, or this process's share of them."""
+        """Samples the missing trajectories of this process's share."""
         if self.reuse is not None:
             return
         files = self._files(folder / FOLDER)
@@ -121,7 +121,7 @@ class FewStepTask(DistillTask):
                 write_whole(files[numbers], partial(save_file, {"states": torch.cat(parts)}))
 
     def ready(self, folder: Path) -> None:
-        """Reads them all, when all processes have made theirs."""
+        """Reads all trajectories, once every process has written its own."""
         place = self.reuse or folder / FOLDER
         ends, shape = int(self.made_from["ends"]), tuple(self.view.shape)
         parts = []
@@ -141,7 +141,7 @@ class FewStepTask(DistillTask):
         return {numbers: folder / f"{place:05d}.safetensors" for place, numbers in enumerate(parts)}
 
     def prompt_of(self, rows: NDArray[np.int64], number: int) -> tuple[int, Tensor, int]:
-        """Returns the row, the tokens and the noise's seed of a trajectory: functions of its number."""
+        """Returns a trajectory's row, tokens and noise seed, which are functions of its number."""
         seed = mixed_seed("trajectory", self.made_from["seed"], number)
         generator = torch.Generator().manual_seed(seed)
         row = rows[[int(torch.randint(len(rows), (), generator=generator))]]
@@ -152,7 +152,7 @@ class FewStepTask(DistillTask):
         return int(row[0]), self.view.tokens(row, self.text, choice if several else None), seed
 
     def trajectories(self, rows: NDArray[np.int64], numbers: Sequence[int]) -> Tensor:
-        """Returns where the teacher's images of these numbers are at the ends of steps: [n, ends + 1, C, S, S]."""
+        """Samples these trajectories; returns their latents at the ends of steps, [n, ends + 1, C, S, S]."""
         places, ids, seeds = zip(*(self.prompt_of(rows, number) for number in numbers), strict=True)
         tokens = torch.cat(ids)
         prompts = self._prompts(self.text.encode(tokens.to(self.device))[0], tokens)
@@ -167,10 +167,10 @@ class FewStepTask(DistillTask):
             ensemble, prompts, seeds, times=uniform_times(num), solver="multistep", routing=self.teacher.routing,
             guidance=self.teacher.guidance, labels=self.experts[list(places)], on_step=keep,
         )  # fmt: skip
-        return torch.stack([states[0], *states[-ends:]], 1)  # those of a second attempt, if there was one
+        return torch.stack([states[0], *states[-ends:]], 1)  # the last ones: `generate` may have sampled twice
 
     def preparation(self) -> Sequence[str]:
-        """Returns how long the trajectories take, measured on a few; a dry run trains on noise in their place."""
+        """Returns a line on the time of all trajectories, measured on a few; the dry run trains on noise instead."""
         self.states = torch.randn(self.num_rows, self.num_steps + 1, *self.view.shape)
         if self.reuse is not None:
             return []
@@ -182,11 +182,11 @@ class FewStepTask(DistillTask):
     # --- learning from them ---------------------------------------------------------------------------------------
 
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
-        """Returns the step that each sample learns, from 0."""
+        """Returns the sampling step that each sample trains, from 0."""
         return (torch.randint(self.num_steps, (num,), generator=generator),)
 
     def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
-        """Returns where steps end in place of images, and where they begin in place of noise."""
+        """Returns a batch with the ends of steps as its latents and their starts as its noise."""
         assert self.states is not None
         (step,), at = drawn, torch.from_numpy(rows)
         ids = torch.cat([self.prompt_of(self.view.train, int(number))[1] for number in rows])
@@ -199,12 +199,12 @@ class FewStepTask(DistillTask):
 
     @torch.no_grad()
     def losses_to_teacher(self) -> list[float]:
-        """Returns how far the student is from its teacher in each of its steps, the first one first, on trajectories of
-        held-out captions, always the same ones."""
+        """Returns the mean squared error to the teacher in each step, in order, on a fixed set of trajectories from
+        held-out captions."""
         rows = self.view.evaluation_rows(EVALUATED)
-        numbers = range(self.num_rows, self.num_rows + EVALUATED)  # none that is learned from
+        numbers = range(self.num_rows, self.num_rows + EVALUATED)  # none of them is trained on
         parts = [numbers[first : first + self.at_a_time] for first in range(0, EVALUATED, self.at_a_time)]
-        if self._held_out is None:  # the teacher says the same each time
+        if self._held_out is None:  # cached: the teacher does not change
             stride = int(self.made_from["ends"]) // self.num_steps
             self._held_out = torch.cat([self.trajectories(rows, part) for part in parts])[:, ::stride]
         losses = []
@@ -219,12 +219,12 @@ class FewStepTask(DistillTask):
         return [float(loss.mean()) for loss in by_step]
 
     def loss_to_teacher(self, num: int) -> float:
-        del num  # a trajectory is dear
+        del num  # always EVALUATED: trajectories are expensive
         losses = self.losses_to_teacher()
         return sum(losses) / len(losses)
 
     def _evaluate(self, num: int) -> tuple[float, list[float | None]]:
-        """Measures against the teacher alone: at the times between its steps the student has learned nothing."""
+        """Returns errors to the teacher alone, since the student has learned nothing at times between its steps."""
         losses = self.losses_to_teacher()
         return sum(losses) / len(losses), list(losses)
 

@@ -1,4 +1,4 @@
-"""Held-out data at the same noise and times for every run: an expert's loss, and how far its x0 can be trusted."""
+"""Evaluation on held-out data, at the same noise and times for every run: an expert's loss and its x0's calibration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from atoll.diffusion.transfer import Calibration, products
 from atoll.encoders.text import TextEncoder
 from atoll.networks.text_prior import TextPrior
 
-EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # of log-SNR, the same for all objectives so that they compare
+EDGES = (-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0)  # bins of log-SNR, the same for all objectives to compare them
 NUM_BINS = 24
 
 
@@ -27,9 +27,9 @@ def held_out_batches(
     batch: int,
     sort_by: Tensor | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Yields `num` held-out rows, some of them again if there are fewer, at times spread evenly over [0, 1].
+    """Yields batches of `num` held-out rows, repeated if there are fewer, at times spread evenly over [0, 1].
 
-    A batch is rows, x0, noise and times on the CPU, and on the device the text's tokens and mask, if there is one.
+    A batch is rows, x0, noise and times on the CPU, and the text's tokens and mask, if any, on the device.
     """
     rows = np.resize(view.evaluation_rows(num), num)
     if sort_by is not None:
@@ -44,7 +44,7 @@ def held_out_batches(
 
 
 def means_by_bin(values: Tensor, keys: Tensor, edges: Sequence[float]) -> list[float | None]:
-    """Returns the mean of the values whose keys lie between each two edges, and beyond both ends; None for none."""
+    """Returns the mean value of each bin of keys between `edges` and beyond both ends; None for empty bins."""
     places = torch.bucketize(keys.double(), torch.tensor(edges, dtype=torch.float64))
     parts = [values[places == place] for place in range(len(edges) + 1)]
     return [float(part.mean()) if len(part) else None for part in parts]
@@ -52,10 +52,10 @@ def means_by_bin(values: Tensor, keys: Tensor, edges: Sequence[float]) -> list[f
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """An expert on held-out data."""
+    """An expert's results on held-out data."""
 
     loss: float
-    loss_by_log_snr: list[float | None]  # between EDGES, and beyond both ends; None where no sample fell
+    loss_by_log_snr: list[float | None]  # per bin between EDGES, and beyond both ends; None for empty bins
     calibration: Calibration
 
 
@@ -74,7 +74,7 @@ def evaluate_expert(
     for _, x0, eps, times, (tokens, mask) in held_out_batches(view, text, device, num, batch):
         t = objective.path.inside(times)
         guess, loss = _denoise(network, objective, x0.to(device), eps.to(device), t.to(device), tokens, mask)
-        guess = torch.nan_to_num(guess.cpu(), 0.0, 0.0, 0.0)  # a network that has diverged is evaluated all the same
+        guess = torch.nan_to_num(guess.cpu(), 0.0, 0.0, 0.0)  # a diverged network must not stop the evaluation
         parts.append((t, loss.cpu(), *products(x0, guess, prior.of(tokens.cpu(), mask.cpu()))))
     t, loss, dots, squares = (torch.cat(column) for column in zip(*parts, strict=True))
     log_snr = objective.path.log_snr(t.double())
@@ -86,7 +86,7 @@ def evaluate_expert(
 def _denoise(
     network: Callable[..., Tensor], objective: Objective, x0: Tensor, eps: Tensor, t: Tensor, *text: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns what the network makes of x0 at t, and the objective's loss, of each sample."""
+    """Returns the network's estimate of x0 at t and the objective's loss, per sample."""
     coefficients = objective.path(t)
     alpha, sigma, _, _ = coefficients.broadcast(x0)
     x = alpha * x0 + sigma * eps

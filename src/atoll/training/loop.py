@@ -1,10 +1,10 @@
-"""The training loop, in one function: experts, the monolith, the router and a student each bring a `Task`.
+"""The training loop, in one function: experts, the monolith, the router and a student each supply a `Task`.
 
 Everything random is a function of (seed, step): the order of the data, noise, times and dropout. So a run that was
-stopped, in whatever way, is resumed by the same command as if it had not been.
+interrupted in any way continues, when the command is rerun, as if it had not been.
 
-A GPU is given one step after another without being asked for anything: it decides itself which updates to skip, and the
-host looks only when something is due. On the CPU, where that is free, it looks at every step.
+The host queues steps on a GPU without synchronising: the GPU itself decides which updates to skip, and the host reads
+results back only when something is due. On the CPU, where that costs nothing, it does so at every step.
 """
 
 import signal
@@ -49,7 +49,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
     progress_bar: bool = True,
     mirror_url: str | None = None,
 ) -> Sequence[str]:
-    """Trains until settings.steps, from the last checkpoint in the folder or its mirror; returns lines for the user."""
+    """Trains to settings.steps from the last checkpoint in the folder or its mirror; returns lines for the user."""
     distributed = Distributed(settings)
     if settings.uses_bf16:
         check_bf16(distributed.device)
@@ -63,14 +63,14 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         distributed.barrier()
         task = build_task(make_task, distributed.device)
 
-        # --- Is this the run that the folder holds, and how far is it? ---
+        # --- Check that the folder holds this run, and resume it. ---
 
         about = {"format": checkpoint.FORMAT, "settings": asdict(settings), **task.describe()}
         before = checkpoint.read_run(folder, about, settings)
         steps_done = before.get("steps_done")
         if before.get("complete") is True and type(steps_done) is int and steps_done >= settings.steps:
             return [f"{folder} is trained already, to step {steps_done}"]
-        # The default depends on the number of steps; more of them must not bring the warm-up back.
+        # The default warmup depends on the number of steps; extending a run must not restart it.
         warmup = before.get("warmup_steps")
         settings = replace(settings, warmup=warmup if type(warmup) is int else settings.resolved_warmup)
         about["warmup_steps"] = settings.warmup
@@ -88,17 +88,17 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
         distributed.barrier()
         task.ready(folder)
 
-        is_sharded = distributed.is_sharded  # then all processes save and evaluate together
+        is_sharded = distributed.is_sharded  # if so, all processes save and evaluate together
 
         def save() -> None:
             if not (is_main or is_sharded) or progress.bad_in_a_row or not learner.is_finite():
-                return  # so all are good to go back to
+                return  # so that every checkpoint is good to roll back to
             checkpoint.save(checkpoints, learner.tensors(), progress, settings, writes=is_main)
             if mirror:
                 mirror.push()
 
         if resumed is None:
-            save()  # an unwritable place or a full disk shows now, and there is a checkpoint to roll back to
+            save()  # fails early on an unwritable or full disk, and gives a checkpoint to roll back to
 
         # --- Train. ---
 
@@ -127,7 +127,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                     progress.seconds_summed += time.perf_counter() - start
 
                     if bad_steps >= MAX_BAD_STEPS:
-                        # Go back to the last good checkpoint once; a second time there is no use in going on.
+                        # Roll back to the last good checkpoint once; a second time there is no point in continuing.
                         first_bad = step - max(progress.bad_in_a_row, MAX_BAD_STEPS)
                         problem = (
                             f"the loss of {folder} was not finite, or a thousand times the first, in steps "
@@ -137,7 +137,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             raise InputError(f"{problem}, also after going back once: begin again with a lower --lr")
                         paths = checkpoint.saved(checkpoints)
                         if len(paths) > 1 and int(paths[-1].stem) == first_bad:
-                            paths.pop()  # what fails at once was broken when it was saved
+                            paths.pop()  # it failed at once, so it was already broken when saved
                         distributed.barrier()
                         skipped = progress.skipped
                         progress = checkpoint.load(paths[-1], learner.tensors())
@@ -155,7 +155,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                             log.write({"step": progress.step, "rolled_back_from": step, "skipped": skipped})
                             print(printable(f"atoll: {problem}: going back to step {progress.step}"), file=sys.stderr)
                     elif looks:
-                        # Metrics, evaluation and checkpoints, each when it is due; checkpoints last, to cover the rest.
+                        # Metrics, evaluation and checkpoints, each when due; the checkpoint last, to cover the others.
                         if (step % settings.log_every == 0 or last) and progress.num_summed:
                             line = progress.summary(settings.batch, lr)
                             tally.set(progress)
@@ -180,7 +180,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                     stop = distributed.any(bool(signals), asks=looks)  # all processes stop at one step
             except InputError:
                 tally.look(progress)
-                if not is_sharded:  # the others may not have come to this
+                if not is_sharded:  # saving would wait for the other processes, which may not fail here
                     save()
                 raise
             except torch.OutOfMemoryError as error:
@@ -212,7 +212,7 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
 
 
 def describe_training(settings: Settings, progress: Progress, network: nn.Module, processes: int) -> dict[str, Any]:
-    """Returns what a card says of the run that has made a network."""
+    """Returns the card's entry on the run that trained a network."""
     return {
         "settings": asdict(settings),
         "steps": progress.step,
@@ -225,7 +225,7 @@ def describe_training(settings: Settings, progress: Progress, network: nn.Module
 
 
 def build_task(make_task: Callable[[torch.device], T], device: torch.device) -> T:
-    """Returns the task; a network that is too large for this machine is one sentence."""
+    """Returns the task; raises an InputError if its network is too large for this machine."""
     try:
         return make_task(device)
     except (RuntimeError, MemoryError) as error:
@@ -235,7 +235,7 @@ def build_task(make_task: Callable[[torch.device], T], device: torch.device) -> 
 
 
 class Learner:
-    """A network in training: its weights, their EMA, and AdamW, beside which Muon may update the matrices."""
+    """A network in training: its weights, their EMA, AdamW and, for the matrices in blocks, optionally Muon."""
 
     def __init__(self, task: Task, settings: Settings, distributed: Distributed) -> None:
         self.task, self.settings, self.distributed = task, settings, distributed
@@ -245,7 +245,7 @@ class Learner:
         self.network = task.network.to(device).train()
         self.network.gradient_checkpointing = settings.checkpointing
         named = [(name, p) for name, p in self.network.named_parameters() if p.requires_grad]
-        self.shared: list[Any] = [p for _, p in named] if distributed.is_sharded else []  # of which we have some rows
+        self.shared: list[Any] = [p for _, p in named] if distributed.is_sharded else []  # DTensors, if sharded
         if self.shared:
             named = [(name, p.to_local().detach()) for name, p in named]  # type: ignore[attr-defined]
         self.names = [name for name, _ in named]
@@ -255,13 +255,13 @@ class Learner:
         self.by_adamw = {name: p for name, p in named if name not in self.muon.weights}
         betas = (0.9, settings.beta2)
         self.adamw = AdamW(self.by_adamw.values(), betas, settings.weight_decay, fused=True)
-        # One graph per length of texts; what measures on held-out data is not compiled.
+        # One graph per text length; evaluation on held-out data is not compiled.
         network: Any = torch.compile(self.network, fullgraph=True, dynamic=False) if settings.compile else self.network
         self.wrapped = distributed.wrap(network)
         self.heap = Heap(settings.checkpointing or distributed.is_sharded, enabled=device.type == "cpu")
 
     def advance(self, progress: Progress, batches: Batches, tally: Tally) -> float:
-        """Does one update, or none if the loss or the gradient is not finite; returns the learning rate."""
+        """Does one update, skipped if the loss or gradient is not finite or is wild; returns the learning rate."""
         lr = self.settings.lr_at(progress.step, self.network.config.hidden_size)
         losses = self.backward(*batches.get(progress.step, progress.rollbacks))
         self.update(lr, self.settings.ema_at(progress.step), skip=tally.count(losses))
@@ -287,7 +287,7 @@ class Learner:
         return self.distributed.mean(torch.stack([total, norm.detach()]))
 
     def update(self, lr: float, decay: float, skip: Tensor | None = None) -> None:
-        """Updates weights and EMA; where `skip` is 1, which is found out on the device, the weights stay."""
+        """Updates weights and EMA; if `skip`, a tensor on the device, is 1, the weights do not change."""
         self.muon.step(self.settings.muon_lr * lr / self.settings.peak_lr(self.network.config.hidden_size), skip)
         self.adamw.step(lr, skip)
         torch._foreach_lerp_(self.ema, self.weights, 1 - decay)
@@ -296,7 +296,7 @@ class Learner:
         self.heap.tidy()
 
     def tensors(self) -> dict[str, Tensor | Shard]:
-        """Returns all that is learned, by its name in a checkpoint."""
+        """Returns weights, EMA and moments by their names in a checkpoint."""
         laid_out = dict(zip(self.names, self.shared, strict=False))
         first, second = (
             dict(zip(self.by_adamw, moments, strict=True)) for moments in (self.adamw.first, self.adamw.second)
@@ -311,7 +311,7 @@ class Learner:
         }
 
     def set_updates(self, num: int) -> None:
-        """Sets what AdamW corrects its moments by."""
+        """Sets the number of updates by which AdamW corrects the bias of its moments."""
         for steps in self.adamw.steps:
             steps.fill_(num)
 
@@ -320,7 +320,7 @@ class Learner:
         return not self.distributed.any(not finite) if self.shared else finite
 
     def gather_ema(self) -> Trunk:
-        """Returns a whole network with the EMA weights from processes that share it out; the moments are given up."""
+        """Returns the unsharded network with its EMA weights; frees the moments, so training cannot continue."""
         self.adamw.first.clear()
         self.adamw.second.clear()
         rows = dict(zip(self.names, self.ema, strict=True))
@@ -336,11 +336,11 @@ class Learner:
 
     @contextmanager
     def using_ema(self) -> Iterator[None]:
-        """Puts the EMA weights in place of the others; memory that updates left free is given back first."""
+        """Swaps the EMA weights into the network; first returns memory that updates left free to the system."""
 
         def swap() -> None:
             for i, p in enumerate(self.weights):
-                if self.shared:  # FSDP knows its weights by where they are
+                if self.shared:  # FSDP needs its weights to stay at their addresses
                     ema = self.ema[i].clone()
                     self.ema[i].copy_(p)
                     p.copy_(ema)
@@ -351,7 +351,7 @@ class Learner:
         swap()
         self.network.eval()
         try:
-            with torch.no_grad():  # which also switches checkpointing off
+            with torch.no_grad():  # also switches gradient checkpointing off
                 yield
         finally:
             self.network.train()

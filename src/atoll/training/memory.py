@@ -1,7 +1,7 @@
-"""How much memory a training process will take at its peak, predicted before it takes it.
+"""Predicts the peak memory of a training process before it starts.
 
-What an update takes is not estimated but counted: it runs on torch's fake tensors, which have shapes and no data, and
-every storage is followed from its making to its end.
+The memory of an update is not estimated but counted: it runs on torch's fake tensors, which have shapes but no data,
+and every storage is tracked from allocation to release.
 """
 
 import ctypes
@@ -30,32 +30,32 @@ from atoll.networks.router import Router, RouterConfig
 from atoll.training.muon import IN_BLOCKS
 from atoll.training.settings import Settings
 
-CUDA_BASE = 750 * 2**20  # the context, kernels and cuBLAS' workspace; not measured here
+CUDA_BASE = 750 * 2**20  # CUDA context, kernels and cuBLAS workspace; assumed, not measured
 HOLES = {"cpu": 0.15, "cuda": 0.1}
-"""What an allocator cannot use again, as a share of what an update asks of it: glibc's on average, CUDA's assumed."""
+"""Memory lost to fragmentation, as a share of an update's: measured on average for glibc, assumed for CUDA."""
 HEAP_TOP = 64 * 2**20  # what glibc keeps at the end of its heap
-GROWTH = 1.1  # of a process, from which on its heap is tidied
-MAPPED = 2**20  # with checkpointing or sharding, blocks from here on are given back as soon as they are free
+GROWTH = 1.1  # growth of a process from which on its heap is trimmed
+MAPPED = 2**20  # with checkpointing or sharding, blocks of this size or more are returned as soon as they are free
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a training process, on the device that it trains on."""
+    """Peak memory of a training process in bytes, on the device that it trains on."""
 
-    base: int  # interpreter, torch and what is loaded
-    frozen: int  # what never learns: text encoder, codec, teacher
-    weights: int  # with their EMA, and the moments of the optimizer; float32, also under bf16 autocast
+    base: int  # interpreter, torch and loaded libraries
+    frozen: int  # frozen networks: text encoder, codec, teacher
+    weights: int  # with their EMA and the optimizer's moments; float32, also under bf16 autocast
     update: int  # gradients, activations, temporaries of the backward pass, a micro-batch
-    holes: int  # of the allocator, and buckets of gradients that processes share
-    drawing: int  # what a grid of samples takes: sampling and decoding
+    holes: int  # fragmentation of the allocator, and buckets in which processes reduce gradients
+    drawing: int  # sampling and decoding a sample grid
 
     @property
     def total(self) -> int:
-        """Samples are drawn between updates, when activations are gone: the larger of the two counts."""
+        """Returns the peak: of updates and sample grids the larger counts, since activations are freed in between."""
         return self.base + self.frozen + self.weights + max(self.update + self.holes, self.drawing)
 
     def lines(self) -> list[str]:
-        """Returns a part in each line, and the peak."""
+        """Returns a line per part, and one for the peak."""
         parts = {**asdict(self), "peak": self.total}
         return [f"  {name:12} {in_words(size):>9}" for name, size in parts.items() if size]
 
@@ -72,10 +72,10 @@ def predict(
     frozen: int = 0,
     drawing: int = 0,
 ) -> Memory:
-    """Predicts the peak of one of `processes` that train `config`; texts have `text_length` tokens.
+    """Predicts the peak of each of `processes` that train `config`; texts have `text_length` tokens.
 
-    `base` is measured on a CPU unless given: call this before anything of the run is loaded. `frozen` is for what else
-    will be there, such as a text encoder, `drawing` for what comes and goes with a grid of samples.
+    Unless given, `base` is measured on a CPU, so call this before anything of the run is loaded. `frozen` is the size
+    of frozen networks such as a text encoder, `drawing` the temporary memory of a sample grid.
     """
     if base is None:
         base = CUDA_BASE if device_type == "cuda" else measure_base(settings.checkpointing)
@@ -95,12 +95,12 @@ def predict(
             p.grad = torch.empty_like(p)
         gradients = watch.now - weights
         x, *others = inputs_of(config, num, text_length)
-        # x0, noise and the target beside their mixture; the text with padding beside that without
+        # x0, noise and the target in addition to x_t; the padded text in addition to the unpadded one
         copies += [torch.empty_like(part) for part in (x, x, x, *others[1:])]
         add_gradients(network, [x, *others], bf16)
         update = watch.peak - weights
     is_sharded = settings.shard and processes > 1
-    if is_sharded:  # rows of all, and the block that runs, the next one, and its gradients, whole
+    if is_sharded:  # this process's rows; unsharded are only the current block, the next one, and a block's gradients
         block = sum(4 * p.numel() for p in network.blocks[0].parameters())
         weights //= processes
         update += 3 * block - gradients + gradients // processes
@@ -114,21 +114,21 @@ def predict(
 def largest_micro_batch(
     predicted: Callable[[Settings], Memory], settings: Settings, available: int, processes: int = 1
 ) -> int:
-    """Returns the most samples at a time whose training takes at most `available` bytes; 0 if one is too many."""
+    """Returns the largest micro-batch whose training takes at most `available` bytes; 0 if one sample is too many."""
     sizes = range(1, micro_batch_of(replace(settings, micro_batch=None), processes) + 1)
     return bisect_right(sizes, available, key=lambda num: predicted(replace(settings, micro_batch=num)).total)
 
 
 def micro_batch_of(settings: Settings, processes: int = 1) -> int:
-    """Returns how many samples a process has at a time."""
+    """Returns the number of samples per forward pass of one process."""
     share = -(-settings.batch // processes)
     return min(settings.micro_batch or share, share)
 
 
 class Storages(TorchDispatchMode):
-    """Follows the memory of all tensors made while it is entered: bytes `now`, and at their `peak`.
+    """Tracks the memory of all tensors created inside this context: bytes `now`, and at their `peak`.
 
-    What was there before is known by being an argument before it was a result.
+    A storage that first appears as an argument existed before the context and is not counted.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Storages(TorchDispatchMode):
 
 
 class Kernels(TorchFunctionMode):
-    """Answers what cannot be asked without data, and casts as autocast does on a GPU where that differs from a CPU."""
+    """Replaces data-dependent functions, which fake tensors cannot run, and casts as autocast does on a GPU."""
 
     def __init__(self, cuda_casts: bool) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Kernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.aminmax:  # of times, which must lie in [0, 1]
+        if func is torch.aminmax:  # the check that times lie in [0, 1]
             return 0.0, 1.0
         if func in self.in_float32:
             args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
@@ -180,14 +180,14 @@ class Kernels(TorchFunctionMode):
 
 
 class Heap:
-    """Keeps glibc, where there is one, from holding on to memory that is free.
+    """Keeps glibc, on systems that have it, from holding on to free memory.
 
-    What is left of an aligned block does not hold another of its size, so its heap fills with holes: over a hundred
-    updates it grew to four times what was in use. When it has grown by a tenth, the holes are given back.
+    The remainder of an aligned block is too small for another of its size, so the heap fragments: over a hundred
+    updates it grew to four times the memory in use. Whenever it has grown by a tenth, free memory is trimmed.
 
-    With checkpointing, activations come and go between those that stay, and with sharding whole blocks between their
-    rows: the holes of one update are as large as what is saved. Then large blocks of memory are `mapped`, given back as
-    soon as they are free, which takes a third to half more time.
+    With checkpointing (temporary activations between stored ones) and sharding (unsharded blocks between their rows),
+    fragmentation within one update would cost as much as they save. Then large blocks are `mapped`, that is, returned
+    as soon as they are free, which takes a third to half more time.
     """
 
     def __init__(self, mapped: bool = False, enabled: bool = True) -> None:
@@ -198,26 +198,26 @@ class Heap:
             libc.mallopt(-3, MAPPED)  # type: ignore[union-attr]  # M_MMAP_THRESHOLD, which would rise to 32 MB
 
     def tidy(self) -> None:
-        """To be called after each update."""
+        """Trims the heap if it has grown; call this after each update."""
         if self._trim is None:
             return
         self._updates += 1
-        if self._updates == 2:  # by then an update has all that it needs
+        if self._updates == 2:  # by then everything has been allocated once
             self._limit = GROWTH * peak_resident()
         elif resident() > self._limit:
             self.give_back()
-            self._limit = max(self._limit, GROWTH * resident())  # more is in use than there was
+            self._limit = max(self._limit, GROWTH * resident())  # more may be in use than before
 
     def give_back(self) -> None:
-        """Returns what is free to the system."""
+        """Returns free memory to the system."""
         if self._trim is not None:
             self._trim(0)
 
 
 def measure_base(checkpointing: bool = False) -> int:
-    """Returns this process's memory once it has trained something tiny: torch loads some of itself only then.
+    """Returns this process's memory after training a tiny network, because torch loads parts of itself only then.
 
-    With checkpointing that is more: torch's own loads its compiler.
+    With checkpointing it is larger: torch's implementation loads its compiler.
     """
     config = DiTConfig(**preset("xs", input_size=4, in_channels=1, text_dim=4))
     Heap().give_back()
@@ -232,24 +232,24 @@ def measure_base(checkpointing: bool = False) -> int:
 
 
 def resident() -> int:
-    """Returns the bytes of this process in memory, or on systems that do not tell, the most there have been."""
+    """Returns the resident memory of this process in bytes; its peak on systems without /proc."""
     return _from_proc("self/status", "VmRSS", _max_resident())
 
 
 def peak_resident() -> int:
-    """Returns the most bytes of this process that have been in memory."""
+    """Returns the peak resident memory of this process in bytes."""
     return _from_proc("self/status", "VmHWM", _max_resident())
 
 
 def available(device: torch.device) -> int:
-    """Returns how many bytes are free; on systems that do not tell, more than anyone needs."""
+    """Returns the free memory in bytes; on systems without /proc, 2**63."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _from_proc("meminfo", "MemAvailable", 2**63)
 
 
 def _from_proc(name: str, key: str, otherwise: int) -> int:
-    """Returns a number of bytes that Linux tells."""
+    """Returns a number of bytes from /proc, or `otherwise` on systems without it."""
     try:
         lines = Path("/proc", name).read_text().splitlines()
     except OSError:
@@ -270,17 +270,17 @@ def network_of(config: DiTConfig | RouterConfig) -> DiT | Router:
 
 
 def add_gradients(network: DiT | Router, inputs: list[Tensor], bf16: bool) -> None:
-    """Computes some loss and adds its gradients to the weights', within `Kernels`."""
+    """Computes a loss and adds its gradients to those of the weights; call this inside `Kernels`."""
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         loss = network(*inputs).float().square().mean()
-    # Not loss.backward(), in which blocks that are computed again would be outside of Kernels.
+    # Not loss.backward(), in which recomputed blocks would run outside of Kernels.
     torch.autograd.graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def inputs_of(config: DiTConfig | RouterConfig, num_samples: int, text_length: int) -> list[Tensor]:
-    """Returns x, t and a text without padding, since how much of it is padding is a question to the data."""
+    """Returns x, t and, if the network reads text, a text without padding (how much is padding depends on the data)."""
     size = config.input_size
     shapes = [(num_samples, config.in_channels, size, size), (num_samples,)]
     if config.text_dim is not None:

@@ -1,4 +1,4 @@
-"""The metrics log of a run: metrics.jsonl always, TensorBoard where it is installed."""
+"""The metrics log of a run: metrics.jsonl, and TensorBoard if it is installed."""
 
 import json
 import math
@@ -19,7 +19,7 @@ MAX_METRICS = 1 << 28  # bytes; a million lines have 200 MB
 
 
 def read_metrics(folder: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """Returns the lines of a run, or those in the last `tail` bytes; half a line that a crash left is left out."""
+    """Returns the lines of a run, or those in the last `tail` bytes; incomplete lines, as of a crash, are left out."""
     path = folder / NAME
     try:
         content = read_bytes(path, MAX_METRICS) if tail is None else read_tail(path, tail)
@@ -35,14 +35,14 @@ def read_metrics(folder: Path, tail: int | None = None) -> list[dict[str, Any]]:
 
 
 def read_tail(path: Path, size: int, start: int = 0) -> bytes:
-    """Returns the last `size` bytes of a file, none before `start`."""
+    """Returns the last `size` bytes of a file, but none before byte `start`."""
     with open_regular(path) as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - size))
         return file.read(size)
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, each line whole. Processes that write no files have one that is not enabled."""
+    """Appends whole lines to metrics.jsonl. Processes that write no files have a log that is not enabled."""
 
     def __init__(self, folder: Path, step: int, enabled: bool = True) -> None:
         self.folder, self.enabled, self.path = folder, enabled, folder / NAME
@@ -51,7 +51,7 @@ class MetricsLog:
             self.rewind(step)
 
     def rewind(self, step: int) -> None:
-        """Forgets lines beyond a step, which will be trained again."""
+        """Removes the lines after `step`, since those steps will be trained again."""
         self.close()
         lines = "".join(_line(values) for values in read_metrics(self.folder) if values["step"] <= step)
         write_text(self.path, lines)
@@ -91,7 +91,7 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: what is not finite is null."""
+    """Returns the value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

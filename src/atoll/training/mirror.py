@@ -1,7 +1,7 @@
-"""A run's folder, kept in an object store too, so that another machine resumes it.
+"""A copy of a run's folder in an object store, from which another machine can resume it.
 
-What is uploaded last makes valid what came before it: first metrics and samples, then the checkpoint they belong to,
-and in the end, with the result, the run.json that says that the run is complete.
+The order of uploads keeps the copy consistent: first metrics and samples, then the checkpoint they belong to, and last
+run.json, which at the end says that the run is complete.
 """
 
 import sys
@@ -13,19 +13,19 @@ from atoll.object_store import AccessError, open_store
 from atoll.training.checkpoint import saved
 
 RUN, STATE = "run.json", "state"
-LONGEST = 3600.0  # seconds for which the result is tried to be uploaded
-AGAIN = 10.0  # seconds between tries
+LONGEST = 3600.0  # seconds of retries when uploading the result
+AGAIN = 10.0  # seconds between retries
 
 
 class Mirror:
-    """The folder of a run, and its copy below a URL."""
+    """Synchronises the folder of a run with its copy below a URL."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.folder, self.store = folder, open_store(url)
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of change
 
     def restore(self, state: bool = True) -> None:
-        """Downloads the run if the store has more of it than the folder; without `state`, its result alone."""
+        """Downloads the run if the store is ahead of the folder; without `state`, all but its checkpoints."""
         keys = [key for key, _ in self.store.list()]
         checkpoints = [key for key in keys if key.startswith(f"{STATE}/")]
         last, here = max(checkpoints, default=""), saved(self.folder / STATE)
@@ -37,9 +37,9 @@ class Mirror:
             self.store.get_to_file(key, self.folder / key)
 
     def push(self, last: bool = False) -> None:
-        """Uploads what is new. A store that does not answer is no reason to stop: the next time brings it up to date.
+        """Uploads new and changed files. If the store fails, training continues, and the next push catches up.
 
-        Only the result must get there: with `last`, it is tried for an hour, or until the store refuses access.
+        Only the result must arrive: with `last`, this retries for an hour, or until the store refuses access.
         """
         deadline = time.monotonic() + LONGEST
         while True:

@@ -1,10 +1,10 @@
-"""Muon: the momentum of a matrix is made orthogonal before it is applied (Jordan et al. 2024).
+"""Muon: orthogonalises the momentum of a matrix before applying it (Jordan et al. 2024).
 
-Every direction of a matrix is then updated at the same speed, where AdamW follows the few that are large. Only the
-matrices within blocks are updated so; embeddings, the output layer, norms and biases stay with AdamW.
+Every direction of a matrix is then updated at the same speed, whereas AdamW favours the few large ones. Muon updates
+only the matrices within blocks; AdamW updates embeddings, the output layer, norms and biases.
 
-torch.optim.Muon does the same in bfloat16 whatever the device, which a CPU emulates slowly, and cannot skip an update
-on the device.
+torch.optim.Muon does the same, but always in bfloat16, which is slow on CPUs that emulate it, and cannot decide on the
+device to skip an update.
 """
 
 import re
@@ -15,12 +15,12 @@ from torch import Tensor
 
 MOMENTUM = 0.95
 ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration
-STACKED = {"attention.qkv": 3, "cross.kv": 2}  # matrices that lie one upon the other
+STACKED = {"attention.qkv": 3, "cross.kv": 2}  # weights that stack this many matrices
 IN_BLOCKS = re.compile(r"blocks\.\d+\.((?:attention|cross|mlp)\.\w+)\.weight")
 
 
 class Muon:
-    """Updates the matrices of a network's blocks, by their names; `momenta` is what it keeps of each."""
+    """Updates the matrices of a network's blocks, chosen by name; `momenta` is its state."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         matches = {name: IN_BLOCKS.fullmatch(name) for name in weights}
@@ -30,13 +30,13 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """Applies the gradients; where `skip` is 1, which is found out on the device, nothing changes."""
+        """Applies the gradients; if `skip`, a tensor on the device, is 1, nothing changes."""
         for name, weight in self.weights.items():
             gradient, momentum = weight.grad, self.momenta[name]
             if gradient is None:
                 continue
             averaged = momentum.lerp(gradient, 1 - MOMENTUM)
-            # Nesterov's: where the momentum will be after one more step like this
+            # Nesterov momentum
             update = orthogonal(gradient.lerp(averaged, MOMENTUM).unflatten(0, (self.parts[name], -1))).flatten(0, 1)
             if skip is not None:
                 is_skipped = skip.bool()

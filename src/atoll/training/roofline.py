@@ -1,7 +1,7 @@
-"""How fast a device can train or sample at best, predicted from the FLOPs and bytes of each kernel (a roofline).
+"""Predicts the maximum speed of training and sampling on a device from each kernel's FLOPs and bytes (a roofline).
 
 As in memory.py, a step runs on torch's fake tensors. A kernel takes the longer of two times: its FLOPs at the device's
-peak, and the bytes that it reads and writes at the bandwidth of its memory.
+peak, and the bytes that it reads and writes at its memory bandwidth.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from atoll.networks.router import RouterConfig
 from atoll.training.memory import Kernels, add_gradients, inputs_of, network_of
 from atoll.training.traffic import Traffic
 
-LAUNCH = 5e-6  # seconds that the host needs to launch a kernel on a GPU: assumed, not measured here
+LAUNCH = 5e-6  # seconds in which the host launches a kernel on a GPU: assumed, not measured
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peak figures of a device, as its maker states them."""
+    """Peak figures of a device, as stated by its vendor."""
 
     name: str
     flops: float  # per second: dense bf16 products, summed in float32
@@ -39,7 +39,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a step asks of a device."""
+    """The kernels of a step."""
 
     operations: tuple[tuple[str, float, float], ...]  # per kernel: name, FLOPs, bytes read and written
 
@@ -52,9 +52,9 @@ class Work:
         return sum(size for _, _, size in self.operations)
 
     def seconds(self, device: Device) -> float:
-        """Returns a bound on the time of a step: kernels run one by one, while the host launches those to come.
+        """Returns a lower bound on the time of a step: kernels run one by one, while the host launches the next ones.
 
-        Only a cache that keeps what one kernel writes for the next, or another order of kernels, can beat it.
+        Only a cache that keeps one kernel's output for the next, or another order of kernels, can be faster.
         """
         kernels = sum(max(flops / device.flops, size / device.bandwidth) for _, flops, size in self.operations)
         return max(kernels, device.launch * len(self.operations))
@@ -72,7 +72,7 @@ def training_work(
 ) -> Work:
     """Counts a training step: gradients of `micro_batches`, clipping, AdamW and EMA, as in the training loop.
 
-    `compiled` fuses elementwise kernels as torch.compile may, see `traffic.fuse`. Making x_t and its target is left
+    `compiled` fuses elementwise kernels as torch.compile may, see `traffic.fuse`. Computing x_t and its target is left
     out: latents are a hundredth of the activations between two blocks.
     """
     with FakeTensorMode(), Kernels(bf16):
@@ -83,7 +83,7 @@ def training_work(
         optimizer = AdamW(weights, (0.9, 0.999), weight_decay=0.01, fused=True)
         with Traffic() as first:
             add_gradients(network, inputs, bf16)
-        with Traffic() as later:  # its gradients are added to those that are there
+        with Traffic() as later:  # accumulates into existing gradients
             if micro_batches > 1:
                 add_gradients(network, inputs, bf16)
         with Traffic() as update:
@@ -98,7 +98,7 @@ def training_work(
 def sampling_work(
     config: DiTConfig | RouterConfig, samples: int, *, text_length: int, bf16: bool = True, compiled: bool = False
 ) -> Work:
-    """Counts one evaluation of `samples` at one time, the text read before; with bf16 the weights are bf16."""
+    """Counts one evaluation of `samples` at one t, with the text already read; with bf16 the weights are bf16."""
     with FakeTensorMode(), Kernels(False):
         network, dtype = network_of(config), torch.bfloat16 if bf16 else torch.float32
         for p in network.parameters():

@@ -1,4 +1,4 @@
-"""Training the router: which expert's cluster a noisy sample belongs to, p(k | x_t, t [, text]) (Eq. 2)."""
+"""Training the router, which predicts the cluster of a noisy sample: p(k | x_t, t [, text]) (Eq. 2)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from atoll.training.settings import RouterSettings
 from atoll.training.task import Batch, CaptionedTask, on_linear_path, seeded
 
 EVALUATED, EVALUATED_AT_THE_END = 1024, 4096  # held-out rows
-LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # of t, between which accuracy is reported
+LEVELS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # edges of the bins of t in which accuracy is reported
 CONFIDENCE_BINS = 15
 MOST_FOR_CENTROIDS = 100_000
 IMAGE_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -78,7 +78,7 @@ class RouterTask(CaptionedTask):
         return Answers(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     def finish(self, folder: Path, training: Mapping[str, Any]) -> Sequence[str]:
-        """Fits the temperature, compares with the router from centroids, and writes the router."""
+        """Fits the temperature, evaluates the router from centroids for comparison, and writes the router."""
         held_out = calibrated(self.answers(self.network, EVALUATED_AT_THE_END))
         _, baseline = self.from_centroids()
         compared = {key: baseline[key] for key in ("accuracy", "accuracy_by_t", "loss")}
@@ -87,10 +87,10 @@ class RouterTask(CaptionedTask):
             f"for comparison, a router from centroids, which needs no training: held-out accuracy "
             f"{baseline['accuracy']:.3f}, cross-entropy {baseline['loss']:.3f}"
         )
-        return [other, *report(held_out, "trained")]  # the last lines are this router's own
+        return [other, *report(held_out, "trained")]
 
     def from_centroids(self) -> tuple[CentroidRouter, dict[str, Any]]:
-        """Returns the router that needs no training, at the best image_scale on held-out data, and how good it is."""
+        """Returns the router from centroids with the best image_scale on held-out data, and its metrics."""
         routers = centroid_routers(self.view, self.labels, self.num_experts, self.seen_text, self.device)
         evaluated = [(router, calibrated(self.answers(router, EVALUATED_AT_THE_END))) for router in routers]
         return min(evaluated, key=lambda pair: pair[1]["loss"])
@@ -111,7 +111,7 @@ class RouterTask(CaptionedTask):
 
 
 class Answers(NamedTuple):
-    """What a router said of held-out rows."""
+    """A router's predictions for held-out rows."""
 
     logits: Tensor
     labels: Tensor
@@ -120,19 +120,19 @@ class Answers(NamedTuple):
 
 
 def accuracies(answers: Answers) -> dict[str, Any]:
-    """Returns the share of right answers, and that between each two LEVELS of t."""
+    """Returns the accuracy, overall and per bin of t between LEVELS."""
     right = (answers.logits.argmax(1) == answers.labels).double()
     return {"accuracy": float(right.mean()), "accuracy_by_t": means_by_bin(right, answers.t, LEVELS[1:-1])}
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Returns the temperature whose softmax gives the labels the most likelihood: a golden section along log 1 / T."""
+    """Returns the maximum-likelihood temperature, by golden-section search over log(1 / T)."""
 
     @cache
     def loss(log_inverse: float) -> float:
         return float(F.cross_entropy(logits * math.exp(log_inverse), labels))
 
-    low, high = math.log(0.05), math.log(20)  # where answers are all right, or all wrong, there is no best one
+    low, high = math.log(0.05), math.log(20)  # bounded: if all answers are right, or all wrong, there is no optimum
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     for _ in range(60):
@@ -146,7 +146,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def calibration_error(logits: Tensor, labels: Tensor) -> float:
-    """Returns the expected calibration error: how far confidence and accuracy are apart, over bins of confidence."""
+    """Returns the expected calibration error: the mean gap between confidence and accuracy over confidence bins."""
     confidence, answer = torch.softmax(logits, 1).max(1)
     places = (confidence * CONFIDENCE_BINS).long().clamp(max=CONFIDENCE_BINS - 1)
     gaps = torch.bincount(places, confidence - (answer == labels).double())
@@ -154,11 +154,11 @@ def calibration_error(logits: Tensor, labels: Tensor) -> float:
 
 
 def calibrated(answers: Answers) -> dict[str, Any]:
-    """Returns accuracy, the temperature fitted on every other row, and how calibrated it is on the rest."""
-    # Which of the rows it was, in their order: a row that comes several times is in one half alone.
+    """Returns accuracy, the temperature fitted on every other row, and loss and calibration error on the rest."""
+    # Split by distinct row, so that repeats of a row are all in the same half.
     _, places = answers.row.unique(return_inverse=True)
     half = places % 2 == 0
-    if bool(half.all()):  # one row is all there is
+    if bool(half.all()):  # there is only one distinct row
         half = torch.arange(len(half)) % 2 == 0
     temperature = fit_temperature(answers.logits[half], answers.labels[half])
     rest, labels = answers.logits[~half], answers.labels[~half]
@@ -189,9 +189,9 @@ def report(held_out: Mapping[str, Any], name: str) -> Sequence[str]:
 def centroid_routers(
     view: DatasetView, labels: Tensor, num: int, text: TextEncoder | None, device: torch.device
 ) -> list[CentroidRouter]:
-    """Fits a router per image scale to means and variances of each cluster's latents and texts, in one pass."""
+    """Fits a router per image scale to the means and variances of each cluster's latents and texts, in one pass."""
     chosen = view.training_rows(MOST_FOR_CENTROIDS)
-    sizes = torch.bincount(labels[view.train], minlength=num).double().clamp_min(1)  # none is impossible
+    sizes = torch.bincount(labels[view.train], minlength=num).double().clamp_min(1)  # no cluster has probability 0
     counts = torch.bincount(labels[chosen], minlength=num).double()
     total, square = torch.zeros(num, *view.shape, dtype=torch.float64), torch.zeros(num, dtype=torch.float64)
     width = 0 if text is None else text.dim
@@ -217,7 +217,7 @@ def centroid_routers(
 
 
 def make_centroid_router(data: Path, settings: RouterSettings, out: Path) -> Sequence[str]:
-    """Writes the router that needs no training, as a folder like that of a trained one."""
+    """Writes the router from centroids, which needs no training, to a folder like that of a trained one."""
     refuse_inside(out, data)
     task = RouterTask(Dataset.open(data), settings, settings.torch_device)
     with Distributed(settings).locked(out):
@@ -237,7 +237,7 @@ def train_router(
     dry_run: bool = False,
     mirror: str | None = None,
 ) -> Sequence[str]:
-    """Trains the router of a partitioned data set; the folder `out` is the router in the end."""
+    """Trains the router of a partitioned data set; in the end the folder `out` is the router."""
     refuse_inside(out, data)
     make = partial(RouterTask, Dataset.open(data), settings)
     return preview(make, settings) if dry_run else train(make, settings, out, progress, mirror)

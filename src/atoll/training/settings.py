@@ -1,4 +1,4 @@
-"""How a training run goes: what one can set by a recipe file or by flags."""
+"""Settings of training runs, from recipe files and flags; the docstrings of the fields are the `--help` text."""
 
 import math
 import tomllib
@@ -31,70 +31,71 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **{"beta2": (0, 0.999999), "weight_decay": (0, 10), "threads": (1, 1024), "seed": (0, 2**63)},
 }
 MAX_RECIPE = 1 << 16  # bytes
-RECIPES = Path(__file__).parents[1] / "recipes"  # those that come with atoll
+RECIPES = Path(__file__).parents[1] / "recipes"  # those that ship with atoll
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every run has, be it an expert's, the monolith's or the router's."""
+    """Settings that all runs share: an expert's, the monolith's, the router's and a student's."""
 
     model: str = "mini"
-    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: xl/2 is the paper's. Options may follow:
-    :local (convolutions in blocks, which help in short runs on 8 x 8 tokens and more), :zero (AdaLN-Zero in place of
-    AdaLN-Single), :norm (the norm of Eq. 17), :blind (no text), and for a router :mlp (its head)."""
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, optionally followed by /PATCH (xl/2 is the paper's) and by any of
+    :local (convolutions in the blocks, which help short runs on 8 x 8 tokens or more), :zero (AdaLN-Zero instead of
+    AdaLN-Single), :norm (the norm of Eq. 17), :blind (no text) and, for a router, :mlp (an MLP head)."""
     steps: int = 5000
-    """Updates of the weights."""
+    """Number of weight updates."""
     batch: int = 64
-    """Samples per update, over all processes and micro-batches."""
+    """Samples per update, in total over all processes and micro-batches."""
     micro_batch: int | None = None
-    """Samples at a time on one device, whose gradients are added up; all of them by default."""
+    """Samples per forward and backward pass on one device, with gradient accumulation; by default its whole share of
+    the batch."""
     lr: float | None = None
-    """Learning rate; by default 1e-4 at the paper's width of 1152, and more for narrower models: 0.1152 / width."""
+    """Peak learning rate; by default 0.1152 / width, which is 1e-4 at the paper's width of 1152."""
     lr_schedule: str = "constant"
-    """constant, which more --steps extend later; or cosine down to 0, which ends where it was planned to."""
+    """constant, so that more --steps can extend the run later; or cosine decay to 0, whose --steps are final."""
     optimizer: str = "adamw"
-    """adamw, or muon for the matrices within blocks and AdamW for all else: learns more per step, and a step takes a
-    fifth to a half longer."""
+    """adamw, or muon: Muon for the matrices within blocks, AdamW for all other weights. Muon learns more per step, but
+    a step takes 20 to 50% longer."""
     muon_lr: float = 0.02
-    """Learning rate of Muon, at any width; it rises and falls with the other."""
+    """Peak learning rate of Muon, for any width; warmup and decay are the same as for --lr."""
     warmup: int | None = None
-    """Steps over which the learning rate rises; a twentieth of all, at most 1000, by default."""
+    """Steps of linear warmup; by default a twentieth of all steps, at most 1000."""
     weight_decay: float = 0.0
-    """Of AdamW, on all weights."""
+    """Weight decay of AdamW, applied to all its weights."""
     beta2: float = 0.99
-    """Of AdamW."""
+    """AdamW's beta2, the decay rate of the second moment."""
     clip: float = 1.0
-    """Gradients longer than this are scaled down to it."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     ema: float = 0.9999
-    """How slowly the EMA weights follow; early on they follow faster."""
+    """Decay rate of the EMA weights; lower in the first steps."""
     text_dropout: float = 0.1
-    """Share of captions replaced by the null text, for guidance."""
+    """Fraction of captions replaced by the null text, for classifier-free guidance."""
     checkpointing: bool = False
-    """Keep no activations within blocks, and compute them again: less memory, a third more time."""
+    """Recompute the activations within blocks instead of storing them: less memory, a third more time."""
     shard: bool = False
-    """Share out weights, gradients and moments to the processes (FSDP2), for models that do not fit one GPU."""
+    """Shard weights, gradients and moments over the processes (FSDP2), for models too large for one GPU."""
     precision: str = "auto"
-    """fp32, bf16 (autocast), or auto: bf16 where the GPU has it."""
+    """fp32, bf16 (autocast), or auto: bf16 on GPUs that support it, otherwise fp32."""
     compile: bool = False
-    """Compile the network with torch.compile: pays on GPUs."""
+    """Compile the network with torch.compile, which pays off on GPUs."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     threads: int = 1
-    """Of a CPU; more than one pays for models wider than about 512 on an idle machine."""
+    """CPU threads; more than one pays off for models wider than about 512 on an idle machine."""
     seed: int = 0
-    """Of weights, order, noise and dropout."""
+    """Seed of initial weights, data order, noise and dropout."""
     log_every: int = 20
     """Steps between lines of metrics.jsonl."""
     save_every: int = 500
-    """Steps between checkpoints to resume from."""
+    """Steps between checkpoints."""
     eval_every: int = 500
-    """Steps between measurements on held-out data."""
+    """Steps between evaluations on held-out data."""
     sample_every: int = 1000
-    """Steps between grids of samples; 0 for none."""
+    """Steps between sample grids; 0 for none."""
     keep_last: int = 2
-    """Checkpoints to keep, counted from the last."""
+    """Number of latest checkpoints to keep."""
     keep_every: int | None = None
-    """Also keep the checkpoints of steps that this divides."""
+    """Also keep checkpoints whose step is a multiple of this."""
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "optimizer": ("adamw", "muon"),
@@ -112,7 +113,7 @@ class Settings:
             raise InputError("--shard is for AdamW without torch.compile: leave --compile and --optimizer muon out")
 
     def lr_at(self, step: int, width: int) -> float:
-        """Returns the learning rate of the update after `step` of them."""
+        """Returns the learning rate of the update that follows `step` updates."""
         peak, warmup = self.peak_lr(width), self.resolved_warmup
         if step < warmup:
             return peak * (step + 1) / (warmup + 1)
@@ -129,17 +130,17 @@ class Settings:
 
     @property
     def intervals(self) -> list[int]:
-        """Returns the steps between what is due from time to time."""
+        """Returns all intervals, in steps, at which something is due."""
         every = (self.log_every, self.save_every, self.eval_every, self.sample_every)
         return [steps for steps in every if steps]
 
     def ema_at(self, step: int) -> float:
-        """Returns the decay of the EMA at `step`: about the last tenth of the run, until that is longer than `ema`."""
+        """Returns the EMA decay at `step`: it averages over about the last tenth of the run until `ema` is reached."""
         return min(self.ema, (1 + step) / (10 + step))
 
     @property
     def resolved_objective(self) -> "Objective":
-        """Returns what an expert or a student learns; the router's times are drawn as those of flow matching."""
+        """Returns the objective of an expert or a student; for a router, flow matching, whose times it draws."""
         from atoll.diffusion.objective import get_objective
 
         changes = {
@@ -164,47 +165,49 @@ class Settings:
 
 @dataclass(frozen=True)
 class ExpertSettings(Settings):
-    """An expert's run, or the monolith's."""
+    """Settings of an expert's run, or the monolith's."""
 
     objective: str = "fm"
-    """fm, fm-logit-normal (more times in the middle), fm-high-noise (for photographs), ddpm, ddpm-min-snr (better in
-    short runs), x0 or v."""
+    """fm, fm-logit-normal (samples t near the middle more often), fm-high-noise (for photographs), ddpm, ddpm-min-snr
+    (better in short runs), x0 or v."""
     schedule: str | None = None
-    """Instead of the objective's own: linear, cosine, ddpm, ddpm-scaled or ddpm-cosine."""
+    """Overrides the objective's noise schedule: linear, cosine, ddpm, ddpm-scaled or ddpm-cosine."""
     weighting: str | None = None
-    """Instead of the objective's own: plain or min-snr."""
+    """Overrides the objective's loss weighting: plain or min-snr."""
 
 
 @dataclass(frozen=True)
 class RouterSettings(Settings):
-    """The router's run."""
+    """Settings of the router's run."""
 
     text: bool = True
-    """Whether the router sees the text; without, it is the paper's, which can only guess at high noise."""
+    """Condition the router on the text. Without it, as in the paper, the router can only guess at high noise."""
 
 
 @dataclass(frozen=True)
 class DistillSettings(Settings):
-    """A student's run: it learns flow matching, whatever its teachers have learned."""
+    """Settings of a student's run: it learns flow matching, whatever the objectives of its teachers."""
 
     model: Annotated[str, tyro.conf.arg(name="student", aliases=("--model",))] = "mini"
-    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, with /PATCH after it: b/2 is a fifth of the paper's expert."""
+    """Size: xs, mini, s, b, l, xl, 3b or WIDTHxDEPTH, optionally followed by /PATCH: b/2 is a fifth of the paper's
+    expert."""
     objective: str = "fm"
-    """fm, or fm-logit-normal for more times in the middle."""
+    """fm, or fm-logit-normal, which samples t near the middle more often."""
     teacher: str | None = None
-    """Who teaches an image: the expert of its cluster (label), all by the router's weights (router), top1 or top2. By
-    default label; with --steps-out top1, as one samples, but for a --cluster."""
+    """Which experts teach an image: that of its cluster (label), all with the router's weights (router), top1 or top2.
+    By default label; with --steps-out top1, as in sampling, unless --cluster is given."""
     guidance: float | None = None
-    """The guidance to learn with the velocity, so that sampling needs one pass per step instead of two; 1 is none. By
-    default 1; with --steps-out 2, as one samples."""
+    """Guidance scale to distil into the student, so that sampling needs one pass per step instead of two; 1 is none.
+    By default 1; with --steps-out 2, as in sampling."""
     steps_out: int | None = None
-    """Teach to make an image in this many steps, from 1 to 16: 4, 2 or 1 are usual. In any number by default."""
+    """Train a student that samples in exactly this many steps, from 1 to 16 (usually 4, 2 or 1). By default the student
+    samples in any number."""
     teacher_steps: int = 20
-    """With --steps-out: the steps in which the teacher makes an image."""
+    """With --steps-out: sampling steps of the teacher."""
     trajectories: int = 4096
-    """With --steps-out: how many images the teacher makes, from which the student learns again and again."""
+    """With --steps-out: number of trajectories that the teacher samples; the student trains on them repeatedly."""
     max_resident: int | None = None
-    """How many experts of the teacher may be in memory at a time; all by default."""
+    """Maximum number of the teacher's experts in memory at once; all by default."""
 
     choices: ClassVar = {
         **Settings.choices,
@@ -217,40 +220,40 @@ MAY_CHANGE = (
     *("steps", "device", "threads", "micro_batch", "checkpointing", "shard", "compile", "max_resident"),
     *("log_every", "save_every", "eval_every", "sample_every", "keep_last", "keep_every"),
 )
-"""What may differ when a run is resumed, steps only at a constant rate; all else would make it another run.
-Micro-batches and processes round otherwise, no more."""
+"""Settings that may change when a run is resumed (steps only with a constant learning rate); any other change would
+make it a different run. Other micro-batches or numbers of processes change results only by rounding."""
 
-# Of a recipe; the others are for `atoll reproduce` alone.
+# Tables of a recipe; OTHER_TABLES are for `atoll reproduce` alone.
 TABLES: dict[str, type[Settings]] = {"expert": ExpertSettings, "router": RouterSettings, "student": DistillSettings}
 PREPARE, OTHER_TABLES = "prepare", ("study", "data", "pretrain")
 S = TypeVar("S", bound=Settings | PrepareSettings)
 
 
 def recipe_names() -> list[str]:
-    """Returns the names of the recipes that come with atoll."""
+    """Returns the names of the recipes that ship with atoll."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def read_recipe(given: str | Path, cls: type[S]) -> S:
-    """Returns the settings in a recipe: of [prepare], or of [expert], [router] or [student] and the keys above them."""
+    """Returns a recipe's settings: from [prepare], or from the top-level keys and [expert], [router] or [student]."""
     return read_settings(read_toml(given), cls, str(given))
 
 
 def read_toml(given: str | Path) -> dict[str, Any]:
-    """Returns what a recipe holds: one that comes with atoll, by its name, or any other by its path."""
+    """Returns the parsed content of a recipe: one that ships with atoll, by name, or any other by path."""
     names = recipe_names()
     path = RECIPES / f"{given}.toml" if str(given) in names else Path(given)
     if not path.exists():
         raise unknown("recipe", given, [*names, "the path of a TOML file"])
     try:
-        content = read_bytes(resolved(path), MAX_RECIPE)  # a link is followed, for the user has named it
+        content = read_bytes(resolved(path), MAX_RECIPE)  # follows a link, since the user named it
         return tomllib.loads(content.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the recipe {path} ({reason_of(error)}): give a TOML file") from error
 
 
 def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
-    """Returns the settings in what a recipe holds; `where` names it in messages. All its tables are checked."""
+    """Returns the settings in a parsed recipe, whose tables are all validated; `where` names it in messages."""
     shared = {name: value for name, value in content.items() if name not in (*TABLES, PREPARE, *OTHER_TABLES)}
     settings: dict[type, object] = {}
     for name, kind in {**TABLES, PREPARE: PrepareSettings}.items():
@@ -262,7 +265,7 @@ def read_settings(content: Mapping[str, Any], cls: type[S], where: str) -> S:
 
 
 def as_flags(settings: "Settings | Sampling", usual: "Settings | Sampling | None" = None) -> list[str]:
-    """Returns the settings as they are written on a command line, without those that are as in `usual`."""
+    """Returns the settings as command-line flags, without those equal to `usual`."""
     flags = []
     for name, value in asdict(settings).items():
         if value is not None and (usual is None or value != getattr(usual, name)):
@@ -272,11 +275,11 @@ def as_flags(settings: "Settings | Sampling", usual: "Settings | Sampling | None
 
 
 def refuse_another(folder: Path, before: object, now: Settings) -> None:
-    """Refuses to resume a run in `folder` that was begun with settings which `now` would make another run of."""
+    """Raises an InputError if the run in `folder` was started with settings that `now` must not change."""
     if not isinstance(before, Mapping):
         raise InputError(f"{folder} was begun with settings that cannot be read: choose another --out")
     for f in fields(now):
-        old, new = before.get(f.name, f.default), getattr(now, f.name)  # a run of before there was a choice took it
+        old, new = before.get(f.name, f.default), getattr(now, f.name)  # runs older than a setting used its default
         if f.name not in MAY_CHANGE and old != new:
             raise InputError(
                 f"{folder} was begun with {f.name} {shown(old)}, not {shown(new)}: "

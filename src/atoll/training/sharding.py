@@ -1,6 +1,6 @@
-"""FSDP2: weights, gradients, EMA and moments shared out to processes, for an expert larger than a GPU.
+"""FSDP2: shards weights, gradients, EMA and moments over processes, for experts larger than one GPU.
 
-Each process keeps its rows of every tensor and updates them by itself. Weights are whole only in the block that runs.
+Each process keeps its rows of every tensor and updates only these. Weights are gathered only for the running block.
 """
 
 import warnings
@@ -12,27 +12,27 @@ from torch import Tensor
 
 from atoll.networks.dit import Trunk
 
-if TYPE_CHECKING:  # half a second that runs of one process need not wait
+if TYPE_CHECKING:  # takes half a second, which runs of one process need not wait for
     from torch.distributed.tensor import DTensor
 
 
 def shard(network: Trunk, device: torch.device, processes: int) -> None:
-    """Leaves this process its rows of the weights, on its device."""
+    """Shards the network in place: this process keeps its rows of the weights, on its device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nothing changes in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing modifies it in place
     mesh = init_device_mesh(device.type, (processes,))
-    # Also the last weights are sharded again after a forward pass: nothing else tells them that EMA took their place.
+    # Reshard also the root after a forward pass: otherwise its gathered weights would survive a swap with the EMA.
     for module in (*network.blocks, network):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        register_fsdp_forward_method(module, "read_text")  # which sampling calls by itself
+        register_fsdp_forward_method(module, "read_text")  # sampling calls it directly
     network.is_sharded = True
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This process's rows of a tensor that is laid out as `like`; to a checkpoint, that tensor."""
+    """This process's rows of a tensor laid out as `like`; checkpoints treat it as the whole tensor."""
 
     rows: Tensor
     like: "DTensor"
@@ -46,7 +46,7 @@ class Shard:
         return self.like.shape
 
     def whole(self) -> Tensor:
-        """Returns the tensor; all processes call this at once."""
+        """Returns the whole tensor; all processes must call this together."""
         from torch.distributed.tensor import DTensor
 
         like = self.like
@@ -56,9 +56,9 @@ class Shard:
         return full.full_tensor()
 
     def copy_(self, whole: Tensor) -> None:
-        """Takes its rows, which are distributed as torch.chunk does."""
+        """Copies this process's rows of a whole tensor, which are split as by torch.chunk."""
         parts, rank = whole.chunk(self.like.device_mesh.size()), self.like.device_mesh.get_local_rank()
-        if rank < len(parts):  # of a few rows, the last processes have none
+        if rank < len(parts):  # with few rows, the last processes have none
             self.rows.copy_(parts[rank])
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on the way as parts of their own, so that quality can be judged against training."""
+"""Writes checkpoints of a run as experts, to measure quality over the course of training."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from atoll.training.task import CaptionedTask
 
 
 def take_snapshots(runs: list[Path], step: int, data: Path, out: Path) -> list[Path]:
-    """Writes the experts that these runs had at a step, which `atoll assemble` can take; returns their folders."""
+    """Writes the experts of these runs at a step, for `atoll assemble`; returns their folders."""
     folders = []
     for number, run in enumerate(runs):
         about = read_json(run / "run.json", "give the folder of an expert that was trained here")
@@ -25,7 +25,7 @@ def take_snapshots(runs: list[Path], step: int, data: Path, out: Path) -> list[P
             build(ExpertSettings, about.get("settings"), f"the settings in {run / 'run.json'}"), steps=step
         )
         cluster = about.get("data", {}).get("cluster")
-        first = None if about.get("init") is None else run  # what started from other weights has their architecture
+        first = None if about.get("init") is None else run  # with --init, the architecture is that of the init weights
         task = ExpertTask(Dataset.open(data, cluster), replace(settings, sample_every=0), torch.device("cpu"), first)
         task.init = about.get("init")
         write_snapshot(task, path_of(run / "state", step), settings, out / f"expert_{number}")
@@ -34,7 +34,7 @@ def take_snapshots(runs: list[Path], step: int, data: Path, out: Path) -> list[P
 
 
 def write_snapshot(task: CaptionedTask, checkpoint: Path, settings: Settings, out: Path) -> None:
-    """Writes what training would have, had it ended at a checkpoint: its EMA weights, measured on held-out data."""
+    """Writes what the run would have written, had it ended at this checkpoint: EMA weights with held-out metrics."""
     if not checkpoint.exists():
         raise InputError(f"there is no checkpoint {checkpoint}: train with a --keep-every that divides its step")
     names = [name for name, p in task.network.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Losses and skipped updates, counted on the device, so that a GPU is not waited for at every step."""
+"""Counts losses and skipped updates on the device, so that the host need not wait for a GPU at every step."""
 
 import math
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from atoll.tensors import send
 from atoll.training.checkpoint import Progress
 
-WILD = 1000.0  # times the first loss, which is that of answering nothing: no run that learns comes near it
+WILD = 1000.0  # multiple of the first loss, about that of predicting zeros: no run that learns comes near it
 
 
 class Tally:
-    """Decides on the device which updates are skipped, as gradient scalers do, and adds up what metrics need.
+    """Decides on the device which updates to skip, as gradient scalers do, and sums losses and norms for the metrics.
 
-    `look` is where the host waits for the device.
+    Only `look` makes the host wait for the device.
     """
 
     def __init__(self, progress: Progress, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Tally:
         self.set(progress)
 
     def set(self, progress: Progress) -> None:
-        """Begins from what is known."""
+        """Starts from the counts in `progress`."""
         first = math.nan if progress.first_loss is None else progress.first_loss
         known = (progress.loss_sum, progress.norm_sum, progress.num_summed, first, progress.bad_in_a_row)
         state = send(torch.tensor(known, dtype=torch.float64), self.device)
@@ -31,9 +31,9 @@ class Tally:
         self._num = 0  # steps counted since
 
     def count(self, loss_and_norm: Tensor) -> Tensor:
-        """Counts a step by its loss and the norm of its gradient; returns 1 if its update is to be skipped, else 0."""
+        """Counts a step by its loss and gradient norm; returns 1 if its update is to be skipped, else 0."""
         values = loss_and_norm.double()
-        good = torch.isfinite(values).all() & ~(values[0] > WILD * self._first)  # the first loss is NaN at first
+        good = torch.isfinite(values).all() & ~(values[0] > WILD * self._first)  # NaN until there is a first loss
         self._sums += torch.where(good, torch.cat([values, torch.ones_like(values[:1])]), 0)
         self._first = torch.where(good & torch.isnan(self._first), values[0], self._first)
         self._bad_in_a_row = torch.where(good, 0, self._bad_in_a_row + 1)
@@ -42,7 +42,7 @@ class Tally:
         return (~good).float()
 
     def look(self, progress: Progress) -> int:
-        """Brings the progress up to date; returns the most bad steps in a row since it was set."""
+        """Updates `progress` from the device; returns the longest run of bad steps since `set`."""
         rest = torch.stack([self._first, self._bad_in_a_row, self._longest])
         loss_sum, norm_sum, num, first, bad_in_a_row, longest = torch.cat([self._sums, rest]).tolist()
         updates = int(num) - progress.num_summed

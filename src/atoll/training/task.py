@@ -1,7 +1,7 @@
-"""What a run trains: the protocol between the loop and an expert, a router or a student, and what these share.
+"""The protocol between the training loop and an expert, a router or a student, and the code that these share.
 
-Which rows and random numbers a step trains on are functions of (seed, step), so that runs resume exactly. All that can
-be decided on the CPU is decided there, by a thread that reads ahead: a GPU never has to be asked, nor waited for.
+The rows and random numbers of a step are functions of (seed, step), so that runs resume exactly. All that can be
+decided on the CPU is decided there, by a thread that reads ahead, so that the host never waits for a GPU.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ from atoll.networks.dit import Trunk
 from atoll.training.settings import Settings
 
 Tensors = tuple[Tensor, ...]
-LENGTHS = 16  # texts are cut to a multiple of so many tokens, so that shapes repeat; kernels like multiples of 8
+LENGTHS = 16  # texts are cut to a multiple of this many tokens, so that shapes repeat; kernels like multiples of 8
 
 
 class Batch(NamedTuple):
-    """What one update learns from, an entry per sample."""
+    """The training data of one update, an entry per sample."""
 
     latents: Tensor  # [B, C, S, S], in the precision of the shards
     ids: Tensor  # [B, L] tokens of captions, those of the null text where one is dropped, cut to the longest
     t: Tensor  # [B] in [0, 1]
     eps: Tensor  # [B, C, S, S], noise
-    labels: Tensor  # [B], the cluster or teacher, where a task needs it
+    labels: Tensor  # [B], the cluster or teacher, if the task needs it
 
     def part(self, rows: slice) -> "Batch":
         return Batch(*(tensor[rows] for tensor in self))
@@ -47,28 +47,28 @@ class Batch(NamedTuple):
 class Task(Protocol):
     """A network, data to train it on, and a loss."""
 
-    num_rows: int  # to train on
+    num_rows: int  # of training data
     network: Trunk
 
     def describe(self) -> dict[str, Any]:
-        """Returns what makes it this run and no other, beside the settings: the data above all."""
+        """Returns what identifies the run besides its settings, above all the data."""
 
     def begin(self, folder: Path, share: slice, progress: bool) -> None:
-        """Makes what it learns from, if that has to be made: `share` of its parts are for this process."""
+        """Generates training data, if the task has to; this process generates the `share` of its parts."""
         return
 
     def ready(self, folder: Path) -> None:
-        """Reads what all processes have made."""
+        """Reads the training data that all processes have generated."""
         return
 
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
-        """Draws the random numbers of `num` samples."""
+        """Draws the random numbers for `num` samples."""
 
     def read(self, rows: NDArray[np.int64], drawn: Tensors) -> Batch:
-        """Reads rows of the training data, and joins them with the random numbers drawn for them."""
+        """Reads rows of the training data and combines them with the random numbers drawn for them."""
 
     def loss(self, network: nn.Module, batch: Batch, host: Batch) -> Tensor:
-        """Returns the loss of each sample, [B], without a look at the device; `host` is the batch on the CPU."""
+        """Returns the loss of each sample, [B], without waiting for the device; `host` is the batch on the CPU."""
 
     def evaluate(self, sample: bool) -> tuple[Mapping[str, Any], Image.Image | None]:
         """Returns metrics of the EMA weights on held-out data, and if `sample`, a grid of samples."""
@@ -78,7 +78,7 @@ class Task(Protocol):
 
 
 class CaptionedTask(Task):
-    """What all tasks of atoll share: latents with captions, some of which are dropped, and their text encoder."""
+    """The base of all tasks: latents with captions, some of which are dropped, and their text encoder."""
 
     def __init__(self, data: Dataset, settings: Settings, device: torch.device) -> None:
         self.text_dropout, self.device = settings.text_dropout, device
@@ -94,25 +94,25 @@ class CaptionedTask(Task):
 
     @property
     def frozen_bytes(self) -> int:
-        """The size of what never learns: the text encoder, the codec of sample grids, a teacher."""
+        """Returns the size of the frozen networks: the text encoder, the codec for sample grids, a teacher."""
         return bytes_of(self.text)
 
     def sample_grid(self) -> Image.Image | None:
-        """Returns what the network generates from held-out captions, if it generates images."""
+        """Returns samples from held-out captions, if the network generates images."""
         return None
 
     def preparation(self) -> Sequence[str]:
-        """Returns what a dry run says of the time that `begin` will take."""
+        """Returns a dry run's lines on the time that `begin` will take."""
         return []
 
     def cut(self, ids: Tensor) -> Tensor:
-        """Returns tokens without the padding that none of the texts needs."""
+        """Returns the tokens without padding that all texts have in common."""
         return ids[:, : -(-max(self.text.lengths(ids)) // LENGTHS) * LENGTHS]
 
     def draw(self, num: int, generator: torch.Generator) -> Tensors:
-        """Returns times, noise, and whose caption is dropped.
+        """Returns times, noise, and which captions are dropped.
 
-        Where an image has several captions or is mirrored too, numbers that choose follow: data without draw none.
+        If the data have several captions per image, or mirrored images, random numbers that choose one follow.
         """
         t = self.objective.sample_times(num, generator)
         eps = torch.randn(num, *self.view.shape, generator=generator)
@@ -128,13 +128,13 @@ class CaptionedTask(Task):
         return Batch(self.view.stored_latents(indices, flipped), self.cut(ids), t, eps, self.labels_of(indices))
 
     def labels_of(self, indices: NDArray[np.int64]) -> Tensor:
-        """Returns what `loss` is to know of each row beside its image and caption; nothing by default."""
+        """Returns a label for each row, if `loss` needs one besides image and caption; zeros by default."""
         return torch.zeros(len(indices), dtype=torch.long)
 
     def encode(self, batch: Batch, host: Batch) -> tuple[Tensor, Tensor | None]:
-        """Encodes captions in float32, also within autocast: that is how they are encoded to sample.
+        """Encodes captions in float32, also within autocast, as sampling does.
 
-        The mask is None where no text is shorter than another.
+        The mask is None if no text has padding.
         """
         with torch.autocast(batch.ids.device.type, enabled=False):
             tokens, mask = self.text.encode(batch.ids)
@@ -142,33 +142,33 @@ class CaptionedTask(Task):
 
 
 def on_linear_path(x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-    """Returns x_t = (1 - t) x0 + t eps, which routers and students see."""
+    """Returns x_t = (1 - t) x0 + t eps, the input of routers and students."""
     alpha, sigma, _, _ = LINEAR(t).broadcast(x0)
     return alpha * x0 + sigma * eps
 
 
 def bytes_of(module: object) -> int:
-    """Returns the size of weights and buffers, if it is a network."""
+    """Returns the size of a network's weights and buffers; 0 for anything else."""
     tensors = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def mixed_seed(*parts: object) -> int:
-    """Returns a seed from several numbers or names, all of which matter."""
+    """Returns a seed that is a hash of several numbers or names."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def seeded(*parts: object) -> Iterator[None]:
-    """Seeds torch's own random numbers, and afterwards leaves them as they were before."""
+    """Seeds torch's global random number generator, and restores its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mixed_seed(*parts))
         yield
 
 
 def rows_of_step(num_rows: int, batch: int, seed: str, step: int) -> NDArray[np.int64]:
-    """Returns which rows a step trains on: every epoch has a new permutation, a function of (seed, epoch)."""
+    """Returns the rows that a step trains on: every epoch has its own permutation, a function of (seed, epoch)."""
     epochs, places = np.divmod(np.arange(step * batch, (step + 1) * batch), num_rows)
     return np.concatenate(
         [_permutation(num_rows, seed, epoch)[places[epochs == epoch]] for epoch in range(epochs[0], epochs[-1] + 1)]
@@ -181,10 +181,10 @@ def _permutation(num_rows: int, seed: str, epoch: int) -> NDArray[np.int64]:
 
 
 class Batches:
-    """The batch of each step, or this process's slice of it, read and sent while earlier ones are trained on.
+    """Reads the batch of each step, or this process's slice of it, and copies it to the device during earlier steps.
 
-    A thread reads two steps ahead, into pinned memory if a GPU will copy it. The copy of the next batch is queued on a
-    stream of its own: it runs beside the kernels of the current one, and only what uses the batch waits for it.
+    A thread reads two steps ahead, into pinned memory for a GPU. The copy of the next batch is queued on its own
+    stream, so that it overlaps with the kernels of the current step, and only kernels that use the batch wait for it.
     """
 
     def __init__(self, task: Task, batch: int, seed: int, share: slice, device: torch.device) -> None:
@@ -192,10 +192,10 @@ class Batches:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._reader = ThreadPoolExecutor(1, "batches")
         self._ahead: dict[tuple[int, int], Future[Batch]] = {}
-        self._sent: dict[tuple[int, int], tuple[Batch, Batch, Any]] = {}  # also on the host, and the copy's event
+        self._sent: dict[tuple[int, int], tuple[Batch, Batch, Any]] = {}  # on device, on host, and the copy's event
 
     def get(self, step: int, rollbacks: int = 0) -> tuple[Batch, Batch]:
-        """Returns the batch on the device and on the host; after a rollback, another than before it."""
+        """Returns the batch on the device and on the host; after a rollback, batches differ from those before it."""
         keys = [(step + more, rollbacks) for more in range(3)]
         self._ahead = {key: self._ahead.get(key) or self._reader.submit(self._read, *key) for key in keys}
         batch, host, copied = self._sent.get(keys[0]) or self._send(self._ahead[keys[0]].result())
@@ -203,9 +203,9 @@ class Batches:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
             for tensor in batch:
-                tensor.record_stream(current)  # its memory is not for other copies before this stream is done with it
+                tensor.record_stream(current)  # its memory must not be reused before this stream is done with it
             coming = self._ahead[keys[1]]
-            is_read = coming.done() and coming.exception() is None  # what cannot be read is for its own step to say
+            is_read = coming.done() and coming.exception() is None  # errors are raised in the step that needs the batch
             self._sent = {keys[1]: self._send(coming.result())} if is_read else {}
         return batch, host
 

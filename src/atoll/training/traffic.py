@@ -1,4 +1,4 @@
-"""What kernels compute and move: FLOPs, and bytes read and written, of each operation that torch runs."""
+"""Counts FLOPs, and bytes read and written, of each operation that torch runs."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 ATEN = torch.ops.aten
-FORMULAS = {  # a CPU's fused attention stands for a GPU's: no matrix of scores is in memory
+FORMULAS = {  # the CPU's fused attention stands in for a GPU's: neither stores a matrix of scores
     **flop_registry,
     ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[ATEN._scaled_dot_product_flash_attention],
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
 
 
 class Traffic(TorchDispatchMode):
-    """Records the kernels that run while it is entered; views and allocations are none."""
+    """Records the kernels that run inside this context; views and allocations do not count as kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def _sizes(self, values: Any) -> dict[int, int]:
-        """Returns the bytes of tensors by storage: only the part that a view shows, and what is expanded once."""
+        """Returns the bytes of tensors by storage: of a view only its part, of expanded dimensions one entry."""
         sizes: dict[int, int] = {}
         views = set()
         for tensor in tree_iter(values):
@@ -73,7 +73,7 @@ class Traffic(TorchDispatchMode):
 
 
 def fuse(kernels: list[Kernel]) -> list[Kernel]:
-    """Makes one kernel of all between two products; what it makes is written only if another kernel reads it."""
+    """Fuses all kernels from one matrix product to the next; results are written only if another kernel reads them."""
     groups: list[list[Kernel]] = []
     for kernel in kernels:
         if kernel.flops or not groups or groups[-1][0].flops:
