@@ -260,7 +260,7 @@ def _as_json(values: Any) -> str:
 
 
 def remove_tree(folder: Path) -> None:
-    """Removes a folder and its content, ignoring errors."""
+    """Removes a folder and its content, as far as possible."""
     if isinstance(folder, StorePath):
         for path in list(folder.rglob("*")):
             path.unlink()

@@ -44,8 +44,8 @@ def reproduce(
         pretrain: Name of the data set on which the experts' initial DiT is pretrained, overriding the recipe; or a
             published DiT checkpoint, which is then converted.
         originals: The source of a prepared folder, to compare with the original images, as the papers do.
-        dry_run: Print the plan's models and table rows with their FLOPs, memory and time, and the equivalent
-            commands, and stop.
+        dry_run: Print the plan's training runs, models and table rows with their FLOPs, memory and time, and the
+            equivalent commands, and stop.
         engine: Where models are trained and measured.
         out: Output folder for everything: models, results.json, results.md and images of each comparison.
     """

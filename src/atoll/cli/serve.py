@@ -34,7 +34,7 @@ def serve(
     """Serve models: an OpenAI-compatible image API, and a studio in the browser.
 
     All images in flight are batched, step by step; each is the same as from `atoll sample` with the same prompt, seed
-    and settings. SIGTERM finishes images in flight and exits; SIGHUP reloads keys and models immediately.
+    and settings. SIGTERM finishes images in flight and exits; SIGHUP checks for new keys and versions at once.
 
     For example:
       atoll serve model

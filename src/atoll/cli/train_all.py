@@ -27,8 +27,8 @@ def train_all(
 ) -> None:
     """Train all experts of a partition, on this machine or a Ray cluster. Rerun the command to resume.
 
-    One expert runs per GPU, or per core if there are no GPUs. An expert that crashes, or whose node dies, is restarted
-    from its last checkpoint; the others are not affected.
+    As many run in parallel as there are GPUs, or cores if there are none. An expert that crashes, or whose node dies,
+    is restarted from its last checkpoint; the others are not affected.
 
     For example:
       atoll train-all data --objectives 2ddpm:6fm --steps 2000 --out run

@@ -189,7 +189,7 @@ def prepare(
                 codec = make_codec(settings.codec, sample=images, progress=progress)
                 codec.latent_shape(settings.size)
                 create_json(out / DATASET, begun.values())
-                _begin(out, listed, settings, text, features)  # raises if another run began there at the same time
+                _begin(out, listed, settings, text, features)  # raises if a different run began there at the same time
                 _save_whole(local, codec)
                 if local != out:
                     upload(local / "vae", out / "vae", last="config.json")
