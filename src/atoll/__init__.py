@@ -1,6 +1,6 @@
 """Train one text-to-image diffusion model on computers that never talk to each other, and sample from it as one.
 
-Names are imported when they are first used, so that `import atoll` and `atoll --help` are quick.
+Names are imported lazily, so that `import atoll` and `atoll --help` are quick.
 """
 
 from importlib import import_module
@@ -45,4 +45,4 @@ def _find_in_federation(place: str | Path, revision: str | None) -> Path | None:
     return find_model(place, revision)
 
 
-model_finders.append(_find_in_federation)  # a federation's URL is a model wherever one is asked for
+model_finders.append(_find_in_federation)  # so that a federation's URL is accepted wherever a model is

@@ -1,4 +1,4 @@
-"""AdamW by torch's own function: its class would load torch's compiler first, which takes a process seconds."""
+"""AdamW on torch's functional API: torch's class would import torch's compiler, which takes seconds per process."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from torch.optim.adamw import adamw
 
 
 class AdamW:
-    """torch.optim.AdamW, to the bit; `first` and `second` are its moments."""
+    """Bit-identical to torch.optim.AdamW; `first` and `second` are the moments."""
 
     def __init__(
         self, weights: Iterable[Tensor], betas: tuple[float, float], weight_decay: float = 0.0, fused: bool = False
@@ -19,7 +19,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """Applies the gradients; where `skip` is 1, which is found out on the device, nothing changes (fused alone)."""
+        """Applies the gradients; if the device tensor `skip` is 1, nothing changes, without a sync (fused only)."""
         columns = zip(self.weights, self.first, self.second, self.steps, strict=True)
         rows = [(p, p.grad, *rest) for p, *rest in columns if p.grad is not None]
         if not rows:

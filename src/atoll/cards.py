@@ -1,7 +1,7 @@
-"""Cards: typed descriptions of things on disk. What is not on a card is not relied upon.
+"""Cards: typed descriptions of things on disk. Code relies on nothing in these files beyond what a card declares.
 
-Cards are frozen and strict, and refuse unknown keys. Reading one gives a card, or one sentence that names the file, the
-key and what was expected. A card keeps the values of its file as they are, so that hashes of old files stay the same.
+Cards are frozen and strict, and reject unknown keys. Errors are one sentence that names the file, the key and what was
+expected. A card keeps the values of its file unchanged, so that hashes of old files stay the same.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from atoll.tensors import TensorFile
 
 INDEX, CONFIG, DATASET, PARTITION = "model_index.json", "config.json", "dataset.json", "partition.json"
 FORMAT, CLASS = 1, "AtollPipeline"
-NETWORK = ("format", "model", "architecture", "sha256")  # what config.json says of the network alone
+NETWORK = ("format", "model", "architecture", "sha256")  # keys of config.json that describe the network alone
 AGAIN = "copy it again from its source"
 MADE = "give a folder that `atoll assemble` has made"
 MAX_SIDE = 8192  # pixels of an image
@@ -39,7 +39,7 @@ def _require(holds: bool, fault: str) -> None:
 
 
 def is_plain(name: object) -> bool:
-    """Whether a name from a file that anyone may have written stays within its folder."""
+    """Returns whether a name from an untrusted file stays within its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
@@ -58,7 +58,7 @@ Name = Annotated[str, AfterValidator(_plain)]
 FileName = Annotated[str, AfterValidator(_file)]
 Size = Annotated[int, Field(ge=1, le=65536)]
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
-Number = int | float  # a whole one stays whole, so that a card says what its file says
+Number = int | float  # integers stay integers, so that a card equals its file
 Positive = Annotated[Number, Field(gt=0, lt=math.inf)]
 
 
@@ -67,14 +67,14 @@ class Card(BaseModel):
 
     @classmethod
     def parse(cls, values: object, where: str) -> Self:
-        """Returns the card that a file holds; `where` names it in the sentence that says what is wrong."""
+        """Returns the card in a file's content; `where` names the file in error messages."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise InputError(f"{where} {_fault(error)}: {AGAIN}") from error
 
     def values(self) -> dict[str, Any]:
-        """Returns what the card's file says, without what it leaves out."""
+        """Returns the content of the card's file, without keys that it leaves out."""
         return self.model_dump(exclude_unset=True, by_alias=True)
 
 
@@ -98,14 +98,14 @@ class CodecCard(Card):
     channels: Size
     factor: Size
     explained_variance: Number | None = None  # of pca
-    shift: list[Number] | None = None  # of a VAE, and so is the next
+    shift: list[Number] | None = None  # of a VAE, as is the next
     scale: list[Number] | None = None
-    decoder: str | None = None  # the fingerprint of what decodes alone, and makes no latents: a refiner
-    fingerprint: str  # of all else
+    decoder: str | None = None  # the fingerprint of decoder-only weights, which do not affect latents: a refiner
+    fingerprint: str  # of everything else
 
     @property
     def images(self) -> str:
-        """Returns what tells apart codecs that make other images of the same latents."""
+        """Returns a key that distinguishes codecs that decode the same latents differently."""
         return self.fingerprint if self.decoder is None else hash_of([self.fingerprint, self.decoder])
 
 
@@ -141,7 +141,7 @@ class LatentSpace(Card):
 
 
 class SourceCard(Card):
-    """Where the images of a data set come from; a path is named by its last part."""
+    """The source of a data set's images; of a path only the last part is recorded."""
 
     name: str
     kind: str
@@ -152,11 +152,11 @@ class SourceCard(Card):
     follow_links: bool = False
     items: Count
     keys: str  # a digest of the items' names and captions
-    captions: Annotated[int, Field(ge=1, le=255)] = 1  # the most that an image has
+    captions: Annotated[int, Field(ge=1, le=255)] = 1  # maximum per image
 
 
 class PrepareCard(Card):
-    """How the images of a data set were prepared: `PrepareSettings` without paths of one machine."""
+    """How the images of a data set were prepared: `PrepareSettings` without machine-specific paths."""
 
     size: Annotated[int, Field(ge=1, le=MAX_SIDE)]
     codec: str
@@ -179,7 +179,7 @@ class Counts(Card):
 
 
 class BegunDatasetCard(Card):
-    """What dataset.json says from the start: another run may resume only if it says the same."""
+    """dataset.json while the data set is being prepared: a run may resume only if its own card is equal."""
 
     format: int = FORMAT
     complete: bool
@@ -191,7 +191,7 @@ class BegunDatasetCard(Card):
 
 
 class DatasetCard(BegunDatasetCard):
-    """What the dataset.json of a finished data set says."""
+    """dataset.json of a finished data set."""
 
     counts: Counts
     codec: CodecCard
@@ -220,12 +220,12 @@ class DatasetCard(BegunDatasetCard):
 
 
 class PartitionCard(Card):
-    """What partition.json says: how a data set was cut into clusters, how well, and what it was prepared with."""
+    """partition.json: how a data set was partitioned, how well, and what it was prepared with."""
 
     format: int = FORMAT
     method: str
     seed: int
-    metric: str | None = None  # of k-means, and so are the next two
+    metric: str | None = None  # of k-means, as are the next two
     fine: int | None = None
     cap: Number | None = None
     num_clusters: Annotated[int, Field(ge=1, le=65536)]
@@ -262,10 +262,10 @@ class DataCard(Card):
 
 
 class PartCard(Card):
-    """What an expert's and a router's config.json say beside the architecture."""
+    """The content of an expert's or router's config.json besides the architecture."""
 
     latent_space: LatentSpace
-    text_encoder: TextEncoderCard | None = None  # None: it does not read the text
+    text_encoder: TextEncoderCard | None = None  # None: ignores the text
     data: DataCard | None = None
     training: dict[str, Any] | None = None
     license: str | None = None
@@ -283,10 +283,10 @@ class PartCard(Card):
 
 class ExpertCard(PartCard):
     objective: dict[str, Any]
-    init: dict[str, Any] | None = None  # where the first weights came from; None: random
+    init: dict[str, Any] | None = None  # provenance of the initial weights; None: random
     calibration: str | None = None
-    guidance: Positive = 1.0  # that it has learned, so that none is needed to sample; 1: none
-    steps: Annotated[int, Field(ge=1, le=1000)] | None = None  # in which it makes an image; None: in any number
+    guidance: Positive = 1.0  # scale distilled into it, so that sampling needs no guidance; 1: none
+    steps: Annotated[int, Field(ge=1, le=1000)] | None = None  # the number it must be sampled in; None: any
 
 
 class RouterCard(PartCard):
@@ -311,14 +311,14 @@ class RouterEntry(Card):
     model: str
     reads_text: bool
     temperature: Positive = 1.0
-    centroids: Name | None = None  # the folder of a router from centroids, for experts that this one does not know
+    centroids: Name | None = None  # folder of a centroid router, for experts that this one does not know
 
 
 class ModelIndex(Card):
-    """What model_index.json says: the parts of a model, and the SHA-256 of every file."""
+    """model_index.json: the parts of a model, and the SHA-256 of every file."""
 
     num_experts: Annotated[int, Field(ge=1, le=65536)]
-    experts: list[ExpertEntry | None]  # None: it is missing
+    experts: list[ExpertEntry | None]  # None: missing
     router: RouterEntry | None
     latent_space: LatentSpace
     text_encoder: TextEncoderCard
@@ -341,12 +341,12 @@ class ModelIndex(Card):
 
     @property
     def hash(self) -> str:
-        """Two models with the same hash have the same files, in the same places."""
+        """Returns the model's hash: models with the same hash have the same files, in the same places."""
         return hash_of(self.values())
 
     @property
     def objectives(self) -> tuple[str | None, ...]:
-        """Each expert's by name; None where one is missing."""
+        """Returns each expert's objective by name; None for a missing expert."""
         return tuple(None if part is None else part.objective.name for part in self.experts)
 
     def write(self, folder: Path) -> None:
@@ -371,10 +371,10 @@ class ModelIndex(Card):
     # --- the files ------------------------------------------------------------------------------------------------
 
     def verify(self, folder: Path, again: bool = True, experts: bool = True) -> None:
-        """Refuses a file that is not as assembled; parts that are missing altogether may be.
+        """Raises InputError if a file differs from the assembled one; parts may be missing altogether.
 
-        Each file is hashed once and that is remembered until it changes, unless it shall be read `again`. Without
-        `experts` their weights are only opened: `verify_part` hashes them before they are first loaded.
+        With `again` every file is rehashed; otherwise hashes are cached until a file changes. Without `experts`, their
+        weights are only opened: `verify_part` hashes them before they are first loaded.
         """
         folders = {part.folder for part in self.experts if part is not None}
         for name in tqdm(self.files, "verify", unit=" files", disable=None, leave=False, delay=1):
@@ -382,7 +382,7 @@ class ModelIndex(Card):
             self._verify_file(folder, name, None if is_later else digest_of if again else known_digest)
 
     def verify_part(self, folder: Path, part: str) -> None:
-        """Refuses a part with a file that is not as assembled."""
+        """Raises InputError if a file of the part differs from the assembled one."""
         for name in self.files:
             if name.split("/")[0] == part:
                 self._verify_file(folder, name, known_digest)
@@ -391,14 +391,14 @@ class ModelIndex(Card):
         path = folder / name
         if not path.parent.exists():
             return
-        if path.suffix == ".safetensors":  # one that claims more than there is memory for is not hashed
+        if path.suffix == ".safetensors":  # checks the header first, so that a file with bogus sizes is not hashed
             TensorFile(path, AGAIN, folder).close()
         if digest is not None and file_digest(path, folder, digest) != self.files[name]:
             raise InputError(f"{path} is not the file that the model was made of: {AGAIN}")
 
 
 def hash_of(value: Any) -> str:
-    """Returns the SHA-256 of anything that JSON can say."""
+    """Returns the SHA-256 of any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -413,10 +413,10 @@ def file_digest(path: Path, root: Path, digest: Callable[[Path, Path], str] = di
 
 
 def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: str | Path, model: str | Path) -> None:
-    """Refuses a part or data whose codec, text encoder or features (`what`) are not those of `model`.
+    """Raises InputError for a part or data whose codec, text encoder or features (`what`) differ from those of `model`.
 
-    The fingerprint and the dtype decide: the same weights in another folder are the same thing. A codec's `decoder`
-    does not: whichever decodes them, the latents are the same.
+    Only fingerprint and dtype matter: the same weights in another folder are the same. A codec's `decoder` does not,
+    since latents do not depend on it.
     """
     if (theirs.fingerprint, theirs.dtype) != (ours.fingerprint, ours.dtype):
         one, other = (f"{shown(card.spec)[1:-1]}, {card.dtype}, {card.fingerprint[:8]}" for card in (theirs, ours))
@@ -429,12 +429,12 @@ def require_same(theirs: EncoderCard, ours: EncoderCard, what: str, path: str | 
 def require_fit(
     path: str | Path, card: PartCard, latents: LatentSpace, text: TextEncoderCard, model: str | Path
 ) -> None:
-    """Refuse an expert or a router that was made for other latents or other texts than those of `model`."""
+    """Raises InputError for an expert or router whose latents or text encoder differ from those of `model`."""
     require_same(card.latent_space.codec, latents.codec, "codec", path, model)
     if card.latent_space.shape != latents.shape:
         raise InputError(
             f"{path} does not fit: it takes latents {card.latent_space.shape}, not {latents.shape} as the others, "
             "so give parts that were made from one data set"
         )
-    if card.text_encoder is not None:  # a router may be blind to the text
+    if card.text_encoder is not None:  # a router may ignore the text
         require_same(card.text_encoder, text, "text encoder", path, model)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from dictionaries that people and other programs write: unknown and missing keys are errors."""
+"""Builds frozen dataclasses from untrusted dictionaries: unknown and missing keys are errors."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def build(cls: type[T], values: object, what: str) -> T:
-    """Returns an instance of the dataclass `cls` from a mapping; `what` names it to the reader of an error."""
+    """Returns an instance of the dataclass `cls` from a mapping; `what` names it in error messages."""
     if not isinstance(values, Mapping):
         raise InputError(f"{what} must be a table of keys and values, but is {shown(values)}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
@@ -30,14 +30,14 @@ def build(cls: type[T], values: object, what: str) -> T:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value from JSON or TOML fits a plain type or a union of them; other types check themselves."""
+    """Returns whether a value from JSON or TOML fits a plain type or a union; other types check themselves."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     plain = all(option in (int, float, str, bool, type(None)) for option in options)
     return not plain or type(value) in options or (type(value) is int and float in options)
 
 
 def check_counts(config: object, **limits: int) -> None:
-    """Refuses a config unless each of these fields is a whole number from 1 to its limit, or None."""
+    """Raises InputError unless each of these fields is an integer from 1 to its limit, or None."""
     for name, most in limits.items():
         value = getattr(config, name)
         if value is not None and (type(value) is not int or not 1 <= value <= most):
@@ -45,7 +45,7 @@ def check_counts(config: object, **limits: int) -> None:
 
 
 def check_choices(config: object, **choices: tuple[str | int, ...]) -> None:
-    """Refuses a config unless each of these fields is one of its choices, or left open by default."""
+    """Raises InputError unless each of these fields is one of its choices, or None where that is the default."""
     for name, accepted in choices.items():
         value = getattr(config, name)
         if value not in accepted and not (value is None and getattr(type(config), name, ...) is None):

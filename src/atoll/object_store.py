@@ -1,11 +1,11 @@
 """Object stores by URL: s3://, gs://, az://, file:// and, for tests, memory://.
 
-An object is there whole or not at all, and a key names one object below the URL's prefix. Where a store is and who may
-use it is in the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS,
-AZURE_STORAGE_ACCOUNT_NAME, ...), never in a URL: URLs are printed and written into cards.
+Objects are written atomically, and a key names one object below the URL's prefix. Endpoints and credentials come from
+the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, ...),
+never from a URL, since URLs are printed and written into cards.
 
-A request that fails is tried again for about a minute; then one sentence says what the server did, without what it
-sent: an answer may hold parts of the request's signature.
+A failed request is retried for about a minute. The error then describes the failure without quoting the server's
+response, which may contain parts of the request's signature.
 """
 
 import errno
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
-MAX_OBJECT = 64 << 20  # bytes that `get` returns unless told otherwise
-PART = 8 << 20  # bytes per request: of this size, one takes no longer than the timeout even on a slow line
-NUM_RETRIES = 100  # at most; what ends them is the time
-MOST_NONSENSE = 12.0  # seconds of answers that are cut short, until it is an error
+MAX_OBJECT = 64 << 20  # default limit of `get`, in bytes
+PART = 8 << 20  # bytes per request, small enough to finish within the timeout on a slow connection
+NUM_RETRIES = 100  # at most; normally the time limit ends retries
+MOST_NONSENSE = 12.0  # seconds of retrying truncated responses
 model_finders: list[Callable[[str | Path, str | None], Path | None]] = []  # (place, revision) -> a local folder
 NONSENSE = "its answer makes no sense"
 _memory: dict[str, Any] = {}  # the stores of memory://NAME, for the life of the process
 
 
 def is_url(text: object) -> bool:
-    """Whether a place is a URL, of an object store or not, rather than a local path."""
+    """Returns whether a place is a URL (of an object store or not) rather than a local path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(text)) is not None
 
 
 def open_store(url: str, timeout: float = 30, retry_for: float = 60) -> "Store":
-    """Returns the store at a URL; `timeout` is that of one request, `retry_for` of all its attempts, in seconds."""
+    """Returns the store at a URL; `timeout` is per request, `retry_for` includes all its retries, in seconds."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -68,7 +68,7 @@ def open_store(url: str, timeout: float = 30, retry_for: float = 60) -> "Store":
 
 
 def check_key(key: str) -> str:
-    """Returns a key; raises InputError if it could name something outside of its prefix."""
+    """Returns the key; raises InputError if it could name something outside its prefix."""
     if not key or len(key) > 900 or any(part in ("", ".", "..") for part in key.split("/")) or _ODD.search(key):
         raise InputError(f"{shown(key)} is no key of an object: it may not leave its prefix or hold controls")
     return key
@@ -78,22 +78,22 @@ _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class TooLargeError(InputError):
-    """An object that is larger than what it is to be may be."""
+    """An object exceeds its size limit."""
 
 
 class AccessError(StoreError):
-    """A store that does not let us in: trying again with the same credentials is of no use."""
+    """A store refuses access: retrying with the same credentials is useless."""
 
 
 class NonsenseError(StoreError):
-    """An answer that cannot be read, such as one that was cut short on its way."""
+    """A response that cannot be read, for example because it was truncated in transit."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _again(method: F) -> F:
-    """Tries a request again whose answer was cut short, which obstore itself does not do in all cases."""
+    """Retries requests with truncated responses, which obstore does not do in all cases."""
 
     @wraps(method)
     def call(store: "Store", *arguments: Any, **options: Any) -> Any:
@@ -112,7 +112,7 @@ def _again(method: F) -> F:
 
 @dataclass(frozen=True)
 class Store:
-    """The objects below one URL. It holds no connection until it is used, and may be sent to other processes."""
+    """The objects below one URL. It connects on first use, and can be pickled."""
 
     url: str
     timeout: float = 30
@@ -139,7 +139,7 @@ class Store:
         return bytes(content), etag
 
     def get_to_file(self, key: str, path: Path, on_bytes: Callable[[int], object] = lambda num: None) -> None:
-        """Downloads an object part by part; the file is there whole or not at all."""
+        """Downloads an object in parts; the file appears atomically."""
         from atoll.storage import write_whole
 
         size, etag = self.head(key)
@@ -155,7 +155,7 @@ class Store:
 
     @_again
     def get_range(self, key: str, start: int, size: int, etag: str = "") -> bytes:
-        """Returns `size` bytes of an object from `start` on; raises InputError if its etag is another."""
+        """Returns `size` bytes of an object from `start`; raises InputError if its etag has changed."""
         if not size:
             return b""
         options: dict[str, Any] = {"range": (start, start + size), **({"if_match": etag} if etag else {})}
@@ -166,22 +166,22 @@ class Store:
 
     @_again
     def put(self, key: str, content: bytes) -> None:
-        """Writes an object in the place of any other."""
+        """Writes an object, replacing any existing one."""
         with self._request(key) as store:
             _obstore().put(store, key, content, chunk_size=PART, max_concurrency=4)
 
     @_again
     def put_file(self, key: str, path: Path) -> None:
-        """Uploads a file, in parts if it is large; it appears when the last of them has arrived."""
+        """Uploads a file, in parts if it is large; the object appears once all parts have arrived."""
         with self._request(key) as store, path.open("rb") as file:
             _obstore().put(store, key, file, chunk_size=PART, max_concurrency=4)
 
     @_again
     def create(self, key: str, content: bytes) -> bool:
-        """Writes an object unless there is one; returns whether it did.
+        """Writes an object unless it exists; returns whether it did.
 
-        False may also mean that an earlier attempt of this very request got through, but its answer was lost: who must
-        know reads the object.
+        False may also mean that an earlier attempt of this same request succeeded but its response was lost: to be
+        certain, read the object.
         """
         with self._request(key) as store:
             try:
@@ -192,7 +192,7 @@ class Store:
 
     @_again
     def replace(self, key: str, content: bytes, etag: str) -> bool:
-        """Writes an object if the present one has this etag still; returns whether it did (see `create`)."""
+        """Writes an object if the existing one still has this etag; returns whether it did (see `create`)."""
         with self._request(key) as store:
             try:
                 if self._folder is None:
@@ -208,12 +208,12 @@ class Store:
 
     @_again
     def list_folder(self, prefix: str = "") -> tuple[list[str], dict[str, int]]:
-        """Returns the names of the folders right below a prefix, and those of the objects with their sizes, sorted."""
+        """Returns the sorted names of the folders directly below a prefix, and of the objects with their sizes."""
         with self._request(prefix, everything=not prefix) as store:
             found = _obstore().list_with_delimiter(store, prefix or None)
         start = len(prefix) + 1 if prefix else 0
         folders = sorted(check_key(folder.rstrip("/")[start:]) for folder in found["common_prefixes"])
-        # Some servers keep an empty object in the place of a folder.
+        # Some servers keep an empty object to represent a folder.
         names = {entry["path"][start:]: entry["size"] for entry in found["objects"]}
         objects = {name: size for name, size in sorted(names.items()) if name and name not in folders}
         return folders, {check_key(name): size for name, size in objects.items()}
@@ -230,7 +230,7 @@ class Store:
 
     @_again
     def list_modified(self, prefix: str) -> dict[str, float]:
-        """Returns when each object below a prefix was written, by the store's own clock, in seconds since 1970."""
+        """Returns when each object below a prefix was written, by the store's clock, in seconds since 1970."""
         with self._request(prefix) as store:
             pages = list(_obstore().list(store, prefix))
         return {check_key(entry["path"]): entry["last_modified"].timestamp() for page in pages for entry in page}
@@ -244,7 +244,7 @@ class Store:
 
     @_again
     def modified(self, key: str) -> float:
-        """Returns when an object was written, by the store's own clock, in seconds since 1970."""
+        """Returns when an object was written, by the store's clock, in seconds since 1970."""
         with self._request(key) as store:
             return float(_obstore().head(store, key)["last_modified"].timestamp())
 
@@ -257,14 +257,14 @@ class Store:
 
     @_again
     def copy(self, key: str, to: str) -> None:
-        """Copies an object within the store; the server does it."""
+        """Copies an object within the store, on the server."""
         check_key(to)
         with self._request(key) as store:
             _obstore().copy(store, key, to)
 
     @_again
     def delete(self, key: str) -> None:
-        """Removes an object; one that is not there is no error."""
+        """Removes an object if it exists."""
         with self._request(key) as store:
             try:
                 _obstore().delete(store, key)
@@ -277,7 +277,7 @@ class Store:
 
     @cached_property
     def _folder(self) -> Path | None:
-        """The folder of a file:// store."""
+        """Returns the folder of a file:// store, or None."""
         return Path(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
 
     @cached_property
@@ -311,11 +311,11 @@ class Store:
             raise StoreError(f"{self.url} cannot be opened: check what the environment says of the store") from None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "timeout": self.timeout, "retry_for": self.retry_for}  # no connection
+        return {"url": self.url, "timeout": self.timeout, "retry_for": self.retry_for}  # without the connection
 
     @contextmanager
     def _request(self, key: str, everything: bool = False) -> Iterator["ObjectStore"]:
-        """Makes one sentence of whatever a store may raise, FileNotFoundError and InputError excepted."""
+        """Converts all exceptions of a store to StoreError, except FileNotFoundError and InputError."""
         place = self.url if everything else f"{self.url}/{check_key(key)}"
         errors = _errors()
         from atoll.storage import resolved
@@ -329,7 +329,7 @@ class Store:
         except errors.PreconditionError:
             raise StoreError(f"{place} was replaced while it was read: start again") from None
         except (errors.BaseError, OSError, NotImplementedError) as error:
-            # Not `from error`: its text holds the server's answer.
+            # Not `from error`, whose text contains the server's response.
             if _EXPIRED.search(str(error)):
                 raise AccessError(
                     f"{self.url} refuses access, since the credentials in the environment have expired: get new ones "
@@ -348,7 +348,7 @@ _DENIED = re.compile(r"status code: 40[13]\b")
 
 
 def _reason(error: Exception) -> str:
-    """Returns what happened in a few words of ours."""
+    """Returns a short reason in our own words, without quoting the server."""
     if isinstance(error, OSError):
         return error.strerror or "an error of the file system"
     text = str(error)
@@ -363,10 +363,10 @@ def _reason(error: Exception) -> str:
 
 
 class StorePath(PosixPath):
-    """A path in an object store that is passed around as any other.
+    """A path in an object store that can be used like a local path.
 
-    What pathlib computes from a path alone is inherited; what asks for files is answered by the store, and anything
-    else that would take it for a local file fails, since `os.fspath` does.
+    Pure path operations are inherited from pathlib; file operations go to the store, and anything else that would use
+    it as a local file fails, since `os.fspath` raises.
     """
 
     def __str__(self) -> str:
@@ -382,16 +382,16 @@ class StorePath(PosixPath):
 
     @property
     def _at(self) -> tuple[Store, str]:
-        """The bucket, and the key in it."""
+        """Returns the bucket, and the key in it."""
         scheme, bucket, *key = self.parts
         return _bucket(f"{scheme}//{bucket}", _settings()), "/".join(key)
 
     def open_reader(self) -> io.BufferedReader:
-        """Returns the object as a file that is read by ranges, a megabyte at least; raises FileNotFoundError."""
+        """Returns the object as a file, read by range requests of at least a megabyte; raises FileNotFoundError."""
         return io.BufferedReader(_Reader(*self._at), 1 << 20)
 
     def get(self, limit: int) -> bytes:
-        """Returns the object; raises OSError, as for a local file, if it has more than `limit` bytes."""
+        """Returns the object; raises OSError, as for a local file, if it is larger than `limit` bytes."""
         store, key = self._at
         try:
             return store.get(key, limit)
@@ -407,7 +407,7 @@ class StorePath(PosixPath):
         store.put_file(key, path)
 
     def create(self, content: bytes) -> bool:
-        """Writes the object unless there is one; see Store.create."""
+        """Writes the object unless it exists; see Store.create."""
         store, key = self._at
         return store.create(key, content)
 
@@ -416,7 +416,7 @@ class StorePath(PosixPath):
         store.get_to_file(key, path, on_bytes)
 
     def copy_from(self, other: "StorePath") -> None:
-        """Copies an object of the same bucket within it."""
+        """Copies an object within the same bucket."""
         store, key = self._at
         store.copy(other._at[1], key)
 
@@ -436,7 +436,7 @@ class StorePath(PosixPath):
         return store.list_folder(key)
 
     def walk_store(self) -> Iterator[tuple["StorePath", list[str], dict[str, int]]]:
-        """Yields each folder from here down as `os.walk` does; of the subfolders some may be taken out of the list."""
+        """Yields each folder from here down as `os.walk` does; the caller may remove subfolders from the list."""
         folders, sizes = self.listing()
         yield self, folders, sizes
         for name in folders:
@@ -446,14 +446,14 @@ class StorePath(PosixPath):
         return (self / name for part in self.listing() for name in part)
 
     def glob(self, pattern: str, **options: Any) -> Iterator["StorePath"]:  # type: ignore[override]
-        """Yields what has such a name, a `*` for each folder on the way."""
+        """Yields the matching paths; `*` does not match across folders."""
         first, _, rest = pattern.partition("/")
         for path in self.iterdir():
             if fnmatchcase(path.name, first):
                 yield from path.glob(rest) if rest else (path,)
 
     def rglob(self, pattern: str, **options: Any) -> Iterator["StorePath"]:  # type: ignore[override]
-        """Yields all objects below that have such a name."""
+        """Yields all objects below whose names match."""
         for folder, _, sizes in self.walk_store():
             yield from (folder / name for name in sizes if fnmatchcase(name, pattern))
 
@@ -471,26 +471,26 @@ def _bucket(url: str, settings: frozenset[tuple[str, str]]) -> Store:
 
 
 def _settings() -> frozenset[tuple[str, str]]:
-    """Returns what the environment says of stores: when a notebook sets another endpoint, it means another store."""
+    """Returns the environment's store settings, part of the cache key so that a notebook can switch endpoints."""
     prefixes = ("AWS_", "GOOGLE_", "AZURE_")
     return frozenset((name, value) for name, value in os.environ.items() if name.startswith(prefixes))
 
 
 def place_of(place: str | Path) -> Path:
-    """Returns the path of a folder or file, local (also by file://) or in an object store, as a user names it."""
+    """Returns the path for a user's argument: local (also as file://) or in an object store."""
     if isinstance(place, StorePath):
         return place
-    place = re.sub(rf"^({'|'.join(SCHEMES)}):/(?=[^/])", r"\1://", str(place))  # what pathlib makes of a URL
+    place = re.sub(rf"^({'|'.join(SCHEMES)}):/(?=[^/])", r"\1://", str(place))  # pathlib collapses the // of a URL
     if not is_url(place):
         return Path(place)
     if place.startswith("file://"):
         return Path(place.removeprefix("file://"))
-    open_store(place)  # says what is wrong with it
+    open_store(place)  # raises InputError for an invalid URL
     return StorePath(place)
 
 
 def upload(folder: Path, place: Path, last: str = "") -> None:
-    """Copies the files of a folder into one of a store; the one named `last` says that all of them are there."""
+    """Uploads the files of a folder to a store; the one named `last` goes last, to mark the upload as complete."""
     assert isinstance(place, StorePath)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in sorted(files, key=lambda path: path.name == last):
@@ -499,14 +499,14 @@ def upload(folder: Path, place: Path, last: str = "") -> None:
 
 
 def download(place: Path, folder: Path) -> None:
-    """Copies all objects below a folder of a store into a local one."""
+    """Downloads all objects below a folder of a store to a local folder."""
     assert isinstance(place, StorePath)
     for path in place.rglob("*"):
         path.download(folder.joinpath(*path.relative_to(place).parts))
 
 
 class _Reader(io.RawIOBase):
-    """An object as a file: each read is a request for that part."""
+    """An object as a raw file: each read is a range request."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key, self._position = store, key, 0
@@ -538,7 +538,7 @@ class _Reader(io.RawIOBase):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a local folder for this process, after any other that holds it."""
+    """Locks a local folder for this process, waiting for any other that holds it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

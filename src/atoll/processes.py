@@ -1,7 +1,7 @@
-"""Processes that end with the one that started them, and signals that end a process in order.
+"""Processes that end with their parent, and signals for a graceful stop.
 
-Run as a script, this file starts a command that gets SIGTERM when its parent is gone; so it needs the standard library
-alone.
+Run as a script, this file executes a command that gets SIGTERM when its parent dies; it therefore imports only the
+standard library.
 """
 
 import multiprocessing
@@ -22,10 +22,10 @@ class StopSignal(NamedTuple):
 
 @contextmanager
 def stop_signals(interruptible: bool = False) -> Iterator[list[StopSignal]]:
-    """Yields the list of SIGINT and SIGTERM received so far, to be looked at when it is convenient to stop.
+    """Yields the list of SIGINT and SIGTERM signals received so far, to check whenever it is convenient to stop.
 
-    If `interruptible`, Ctrl-C after the first signal raises KeyboardInterrupt at once. Elsewhere than in the main
-    thread, which alone may set handlers, the list stays empty.
+    If `interruptible`, Ctrl-C after the first signal raises KeyboardInterrupt at once. Outside the main thread, the
+    only one that can set handlers, the list stays empty.
     """
     received: list[StopSignal] = []
 
@@ -48,7 +48,7 @@ def stop_signals(interruptible: bool = False) -> Iterator[list[StopSignal]]:
 
 
 def die_with_parent() -> None:
-    """Called in a process of `multiprocessing`, ends it when its parent is gone, however that went."""
+    """Makes the calling `multiprocessing` process exit when its parent is gone, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -60,9 +60,9 @@ def die_with_parent() -> None:
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:
-    """Returns the command that runs `command` and, on Linux, sends it SIGTERM when this process is gone.
+    """Returns a command that runs `command` and, on Linux, sends it SIGTERM when this process dies.
 
-    Code between fork and exec may deadlock if the parent has threads (torch, tqdm), so a program of its own does it.
+    A separate program does this, since code between fork and exec may deadlock if the parent has threads (torch, tqdm).
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
@@ -71,7 +71,7 @@ def _exec(parent: int, command: list[str]) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which outlasts exec
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which survives exec
         if os.getppid() != parent:
             sys.exit(1)
     try:

@@ -1,7 +1,7 @@
-"""Files: written whole or not at all, read as data, and folders held by one process.
+"""Atomic writes, safe reads of untrusted files, and folder locks.
 
-Whatever was made elsewhere is opened by `open_regular` alone: only regular files, only inside their folder. So a FIFO
-cannot hang a reader, and a link cannot make it read, copy or publish a file of somebody else's.
+Files from others are opened only by `open_regular`: only regular files, only inside their folder. So a FIFO cannot hang
+a reader, and a link cannot make it read, copy or publish a private file.
 """
 
 import errno
@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from atoll.errors import InputError, StoreError
 from atoll.object_store import StorePath
 
-MAX_JSON = 64 << 20  # bytes; a tokenizer of a quarter of a million tokens has 20 MB
-MAX_DEPTH = 64  # of tables within tables
+MAX_JSON = 64 << 20  # bytes; a tokenizer with a quarter of a million tokens has 20 MB
+MAX_DEPTH = 64  # of nested objects
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
          stat.S_IFDIR: "a folder"}  # fmt: skip
 
@@ -35,14 +35,14 @@ KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a devi
 
 
 def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
-    """Opens a regular file that lies inside `root`, by default the folder that it is named in; else raises OSError."""
+    """Opens a regular file inside `root`, by default its parent folder; raises OSError for anything else."""
     if isinstance(path, StorePath):
         return path.open_reader()
     real = real_path(path, root)
     kind = stat.S_IFMT(os.stat(real).st_mode)
     if kind == stat.S_IFREG:
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-        kind = stat.S_IFMT(os.fstat(handle).st_mode)  # what was opened, should it have been replaced meanwhile
+        kind = stat.S_IFMT(os.fstat(handle).st_mode)  # of the opened file, in case the path was replaced meanwhile
         if kind == stat.S_IFREG:
             return open(handle, "rb")
         os.close(handle)
@@ -50,14 +50,14 @@ def open_regular(path: Path, root: Path | None = None) -> BufferedReader:
 
 
 def resolved(path: str | Path) -> Path:
-    """Returns the absolute path without links; unlike pathlib's, a link to itself is left as it is."""
+    """Returns the absolute path with links resolved; unlike in pathlib, a link to itself is left unresolved."""
     if isinstance(path, StorePath):
-        return path  # there are no links
+        return path  # stores have no links
     return Path(os.path.realpath(path))
 
 
 def real_path(path: Path, root: Path | None = None) -> Path:
-    """Returns where a file or folder really is; raises OSError if links lead it out of `root`."""
+    """Returns the path with links resolved; raises OSError if they lead out of `root`."""
     real, home = resolved(path), resolved(path.parent if root is None else root)
     if not any(real.is_relative_to(folder) for folder in (home, *_hub_blobs(home))):
         raise OSError(errno.EPERM, "it is a link that leaves its folder", str(path))
@@ -65,29 +65,29 @@ def real_path(path: Path, root: Path | None = None) -> Path:
 
 
 def _hub_blobs(home: Path) -> Iterator[Path]:
-    """Yields where the Hugging Face hub keeps the files that its snapshots consist of links to."""
+    """Yields the Hugging Face hub's blob folders, to which the links in its snapshots point."""
     for folder in (home, *home.parents):
         if folder.name == "snapshots" and folder.parent.name.startswith(("models--", "datasets--")):
             yield folder.parent / "blobs"
 
 
 def read_bytes(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """Returns a file's content, if it has at most `limit` bytes; else raises OSError before any is read."""
+    """Returns a file's content; raises OSError before reading if it is larger than `limit` bytes."""
     if isinstance(path, StorePath):
         return path.get(limit)
     check_size(path, limit, root)
     with open_regular(path, root) as file:
-        return file.read(limit)  # no more of it, should it have grown meanwhile
+        return file.read(limit)  # limited in case it has grown meanwhile
 
 
 def check_size(path: Path, limit: int, root: Path | None = None) -> None:
-    """Raises OSError if a file has more than `limit` bytes."""
+    """Raises OSError if a file is larger than `limit` bytes."""
     if size_of(path, root) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
 
 
 def size_of(path: Path, root: Path | None = None) -> int:
-    """Returns how many bytes a file has; raises OSError."""
+    """Returns the size of a file in bytes; raises OSError."""
     if isinstance(path, StorePath):
         with path.open_reader() as file:
             return file.seek(0, os.SEEK_END)
@@ -95,7 +95,7 @@ def size_of(path: Path, root: Path | None = None) -> int:
 
 
 def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, Any]:
-    """Returns a file's table of keys and values; `advice` says what to do if there is none."""
+    """Returns the JSON object in a file; `advice` ends the error message if there is none."""
     try:
         values = parse_json(read_bytes(path, MAX_JSON, root))
     except FileNotFoundError as error:
@@ -110,7 +110,7 @@ def read_json(path: Path, advice: str, root: Path | None = None) -> dict[str, An
 
 
 def parse_json(content: bytes) -> Any:
-    """Returns what JSON of anyone's says; raises ValueError if it is not UTF-8, too deep or not finite."""
+    """Parses untrusted JSON; raises ValueError if it is invalid, not UTF-8, nested too deeply or not finite."""
     try:
         values = json.loads(content.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
         too_deep = _depth(values) > MAX_DEPTH
@@ -140,12 +140,12 @@ def digest_of(path: Path, root: Path | None = None) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns where things are kept that can be made again."""
+    """Returns the folder for cached files, which can all be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atoll"
 
 
 def known_digest(path: Path, root: Path | None = None) -> str:
-    """Returns the SHA-256 of a file, remembered from the last time if neither size nor time of change is another."""
+    """Returns the SHA-256 of a file, cached until its size or modification time changes."""
     about = real_path(path, root).stat()
     key, version = str(real_path(path, root)), [about.st_size, about.st_mtime_ns, about.st_ino]
     memory = cache_folder() / "sha256" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.json"
@@ -154,7 +154,7 @@ def known_digest(path: Path, root: Path | None = None) -> str:
         if known["version"] == version and known["path"] == key:
             return str(known["sha256"])
     digest = digest_of(path, root)
-    if time.time_ns() - about.st_mtime_ns > 2e9:  # of a file just written, a later change might have the same time
+    if time.time_ns() - about.st_mtime_ns > 2e9:  # a change soon after could leave the same time
         with suppress(InputError, UnicodeEncodeError):
             write_json(memory, {"path": key, "version": version, "sha256": digest})
     return digest
@@ -164,7 +164,7 @@ def known_digest(path: Path, root: Path | None = None) -> str:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls write(staged path), makes sure of the bytes, then gives the file its name, or uploads it under that."""
+    """Calls write(staged path), syncs the file to disk, then renames it to `path`, or uploads it there."""
     if isinstance(path, StorePath):
         with TemporaryDirectory(prefix="atoll-") as folder:
             write_whole(Path(folder) / "object", write)
@@ -172,7 +172,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     staged = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.unlink(missing_ok=True)  # not through a link that somebody has put there
+        staged.unlink(missing_ok=True)  # never write through a link planted there
         write(staged)
         make_readable(staged)
         with staged.open("rb+") as file:
@@ -186,7 +186,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder to write to, with all those above it."""
+    """Creates a writable folder and its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.R_OK | os.W_OK):
@@ -197,9 +197,9 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def work_folder(path: Path) -> Iterator[None]:
-    """Makes a folder and holds it for this process; removes it if nothing came of the work.
+    """Creates a folder and locks it for this process; removes it afterwards if it is empty.
 
-    A folder of an object store is not held: who writes there makes the same bytes, or finds another's card.
+    A folder in an object store is not locked: concurrent runs write the same bytes, or detect the other's card.
     """
     if isinstance(path, StorePath):
         yield
@@ -212,29 +212,29 @@ def work_folder(path: Path) -> Iterator[None]:
     finally:
         if new:
             with suppress(OSError):
-                path.rmdir()  # if it is empty
+                path.rmdir()  # fails unless it is empty
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what went wrong in one line, without the number."""
+    """Returns an exception's message in one line, without the error number."""
     first, *more = str(getattr(error, "strerror", None) or error).strip().split("\n")
     return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def make_readable(path: Path) -> None:
-    """Gives a file the mode any other new file has: safetensors makes its own for the owner alone."""
+    """Gives a file the default mode of new files, since safetensors creates files readable by the owner only."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Writes a text whole; half characters, as a name may hold them, are spelled out."""
+    """Writes a text file atomically; lone surrogates, which file names may contain, are escaped."""
     write_lines(path, [content], end="")
 
 
 def write_lines(path: Path, lines: Iterable[str], end: str = "\n") -> None:
-    """Writes lines as they come, a file whole or none."""
+    """Writes lines from an iterable to a file, atomically."""
 
     def write(staged: Path) -> None:
         with staged.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -248,7 +248,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def create_json(path: Path, values: Any) -> None:
-    """Writes a file of a folder that this process holds; in an object store, which none holds, unless there is one."""
+    """Writes a file in a folder locked by this process; in an object store, which has no locks, only if it is new."""
     if isinstance(path, StorePath):
         path.create(_as_json(values).encode("utf-8", "backslashreplace"))
     else:
@@ -260,7 +260,7 @@ def _as_json(values: Any) -> str:
 
 
 def remove_tree(folder: Path) -> None:
-    """Removes a folder with all that is in it, as far as that is possible."""
+    """Removes a folder and its content, as far as possible."""
     if isinstance(folder, StorePath):
         for path in list(folder.rglob("*")):
             path.unlink()
@@ -269,13 +269,13 @@ def remove_tree(folder: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Returns whether there is such a file, folder or link, wherever it leads."""
+    """Returns whether a file, folder or link exists, even if the link is broken."""
     return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process; the hold ends with the process, however it ends."""
+    """Locks the folder for this process; the lock ends with the process, however it ends."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

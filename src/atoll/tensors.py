@@ -1,8 +1,8 @@
-"""Safetensors files of anyone's: the header is checked against the file before memory is taken for what it claims.
+"""Reads untrusted safetensors files: the header is checked against the file before memory is allocated.
 
-Tensors are read into memory of their own rather than mapped. A mapped tensor lies wherever the header's length puts it,
-and MKL rounds small products by the alignment of their operands, so the same weights would give other bits than
-weights that were never on disk; and a file that is cut short while it is mapped kills the process that reads it.
+Tensors are copied rather than memory-mapped. A mapped tensor's alignment depends on the length of the header, and MKL's
+rounding of small products depends on the alignment of the operands, so the same weights would give results that differ
+in the last bits from those of weights never saved to disk; and truncating a mapped file kills the process.
 """
 
 import math
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """A safetensors file that is open for reading. Raises InputError, which ends with `advice`, for any other file."""
+    """An open safetensors file. Raises InputError, with a message that ends in `advice`, for invalid files."""
 
     def __init__(self, path: Path, advice: str, root: Path | None = None) -> None:
         self.path, self.advice = path, advice
@@ -72,9 +72,9 @@ class TensorFile:
         self.close()
 
     def read(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Returns all tensors, or those of these names, in one piece of fresh memory, each aligned to 64 bytes.
+        """Returns all tensors, or those named, in a single new allocation, each aligned to 64 bytes.
 
-        One piece, since the allocator gives a large one back to the system as soon as it is free, and keeps small ones.
+        The allocator returns a large block to the system as soon as it is freed, but keeps small ones.
         """
         entries = self.entries if names is None else {name: self.entries[name] for name in names}
         lengths = {name: entry.end - entry.start for name, entry in entries.items()}
@@ -101,7 +101,7 @@ def read_tensors(path: Path, advice: str, root: Path | None = None) -> dict[str,
 
 
 def read_header(file: BufferedReader) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Returns what is in the file, and its metadata; raises ValueError unless it is exactly what the file can hold."""
+    """Returns the file's entries and metadata; raises ValueError unless they account for the file's bytes exactly."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -137,16 +137,16 @@ def _entry(name: str, about: Any, start: int, size: int) -> Entry:
 
 
 def check_finite(weights: Mapping[str, Tensor], where: object) -> None:
-    """Refuses weights with a NaN or an infinity; `where` is the file or the network that they are in."""
+    """Raises NotFiniteError for weights with NaN or infinity; `where` names the file or network."""
     for name, tensor in weights.items():
-        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # float8 cannot tell
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor  # not for float8
         if not bool(torch.isfinite(values).all()):
             fault = f"{printable(name, 100)} in {where} holds values that are not finite"
             raise NotFiniteError(f"{fault}: training diverged or the file is damaged, use other weights")
 
 
 def check_memory(num_bytes: int, what: str) -> None:
-    """Refuses what cannot fit into the memory of this machine, before it is tried."""
+    """Raises InputError, before allocation, if `what` cannot fit into this machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > memory:
         raise InputError(
@@ -156,8 +156,8 @@ def check_memory(num_bytes: int, what: str) -> None:
 
 
 def get_device(name: torch.device | str) -> torch.device:
-    """Returns the device of the name auto, cpu, cuda or cuda:N, if it is here."""
-    with suppress(RuntimeError):  # torch knows no such name
+    """Returns the device for auto, cpu, cuda or cuda:N; raises InputError if it is not available."""
+    with suppress(RuntimeError):  # not a device name
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         if (device.index or 0) < {"cpu": 1, "cuda": torch.cuda.device_count()}.get(device.type, 0):
             return device
@@ -165,7 +165,7 @@ def get_device(name: torch.device | str) -> torch.device:
 
 
 def check_bf16(device: torch.device) -> None:
-    """Refuses to compute in bf16 where that would end the process."""
+    """Raises InputError if computing in bf16 would crash the process."""
     if device.type == "cpu" and not runs_bf16():
         advice = f"use float32, or set {WITHOUT_AMX[0]}={WITHOUT_AMX[1]}"
         raise InputError(f"this machine announces AMX instructions, but crashes on them in bf16: {advice}")
@@ -173,7 +173,7 @@ def check_bf16(device: torch.device) -> None:
 
 @cache
 def runs_bf16() -> bool:
-    """Returns whether this CPU multiplies in bf16; some virtual machines announce AMX and do not run it."""
+    """Returns whether this CPU can multiply in bf16; some virtual machines announce AMX but crash on it."""
     try:
         announced = "amx_tile" in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -185,7 +185,7 @@ def runs_bf16() -> bool:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device without waiting for it: from pinned memory, for else the copy is not asynchronous."""
+    """Copies a tensor to a device without waiting, from pinned memory, since the copy is synchronous otherwise."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -25,16 +25,16 @@ def assemble(
       atoll assemble run --data data --step 500 --out early
 
     Args:
-        experts: Folders that `atoll train` has made, in any order, or one that `atoll train-all` has made.
-        out: The folder to make; an older model there is replaced, if nothing else lies in it.
-        router: What `atoll train-router` has made; by default router/ beside the experts. One expert needs none.
-        data: The data set of the experts, for its codec and text encoder; its pictures are not needed.
-        allow_missing: Do without an expert for some of the clusters.
-        without_router: Several experts of the same data, which `atoll sample --routing by_time` takes turns with.
-        from_cards: Need no router: make one of the statistics that experts carry. Experts of clusters that a router
-            does not know join it in the same way, without this flag.
-        step: Take experts as they were after so many steps, from the checkpoints that `atoll train --keep-every` kept;
-            the router stays as it is.
+        experts: Folders from `atoll train`, in any order, or one folder from `atoll train-all`.
+        out: Output folder; replaces an existing model there, provided the folder holds nothing else.
+        router: Output of `atoll train-router`; by default router/ beside the experts. A single expert needs none.
+        data: The experts' data set, for its codec and text encoder; its images are not needed.
+        allow_missing: Allow clusters without an expert.
+        without_router: Combine several experts of the same data, for `atoll sample --routing by_time`.
+        from_cards: Build the router from the statistics stored with each expert, without training. Experts whose
+            cluster a given router does not know are added to it in this way without this flag.
+        step: Use the experts as of this step, from checkpoints kept by `atoll train --keep-every`; the router is not
+            affected.
     """
     from tempfile import TemporaryDirectory
 

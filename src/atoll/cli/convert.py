@@ -24,9 +24,9 @@ def convert(
     calibrate: int = 128,
     seed: int = 0,
 ) -> None:
-    """Turn a published checkpoint into an expert, or an expert into a model that diffusers loads.
+    """Convert a published checkpoint to an expert, or an expert to a model that diffusers loads.
 
-    Known are DiT and SiT (.pt), PixArt-alpha (.pth), the folders of diffusers' DiTTransformer2DModel and
+    Supports DiT and SiT (.pt), PixArt-alpha (.pth), folders of diffusers' DiTTransformer2DModel and
     PixArtTransformer2DModel, and Paris: an expert, its router, or with --to model all of it. No code in a file is run.
 
     For example:
@@ -38,21 +38,21 @@ def convert(
 
     Args:
         checkpoint: A file or a folder.
-        out: The folder to make; conversion.json in it says what became of every key. Nothing else is written over.
-        to: expert, diffusers (a PixArtTransformer2DModel's folder), or model (of all of Paris).
-        label: The class that a DiT or SiT shall make images of; by default none.
-        as_is: Keep a DiT or SiT exactly as it is, an expert without text, rather than a start for training.
-        data: A prepared data set, for its latents and text encoder: then the expert can be assembled with others.
-        cluster: With --data, the number of the cluster that the expert answers for, or all.
-        objective: What a checkpoint was trained on, where it does not say: fm, ddpm, x0 or v.
-        kind: dit or sit, where neither the file nor its name tells.
-        fit: How AdaLN-Single takes the place of DiT's modulation: curve is best, docs/convert.md has the figures.
-        text_dim: Width of the text embeddings to come; by default as in --data, as the checkpoint reads, or 768.
-        size: Side of the latents; by default as in --data, or as the checkpoint takes.
-        heads: Of attention, where neither a config nor the width tells.
-        license: The checkpoint's, if it is not that of the published one.
-        calibrate: With --as-is and --data, how many held-out images show how far it can be trusted; 0 for none.
-        seed: Of weights that the checkpoint does not have.
+        out: Output folder; conversion.json in it records what became of every key. Replaces only earlier conversions.
+        to: expert, diffusers (a PixArtTransformer2DModel folder), or model (all of Paris).
+        label: The class that a DiT or SiT is fixed to; by default none.
+        as_is: Keep a DiT or SiT exactly as it is, as an expert without text, instead of preparing it for training.
+        data: A prepared data set, for its latents and text encoder, so that the expert can be assembled with others.
+        cluster: With --data, the number of the expert's cluster, or all.
+        objective: The checkpoint's training objective, if the checkpoint does not record it: fm, ddpm, x0 or v.
+        kind: dit or sit, if neither the file nor its name tells.
+        fit: How AdaLN-Single is fitted to DiT's modulation: curve is best, docs/convert.md has the figures.
+        text_dim: Width of the text embeddings; by default that of --data, that of the checkpoint, or 768.
+        size: Side of the latents; by default that of --data, or that of the checkpoint.
+        heads: Number of attention heads, if it follows neither from a config nor from the width.
+        license: The checkpoint's licence, if it differs from that of the published one.
+        calibrate: With --as-is and --data, the number of held-out images for the calibration; 0 for none.
+        seed: Random seed for weights that the checkpoint does not have.
     """
     from atoll.cli.train import parse_cluster
     from atoll.convert import Options

@@ -15,10 +15,10 @@ def demo(out: Path = Path("demo"), compare: bool = False, few_steps: bool = Fals
       atoll demo --quick --out /tmp/demo
 
     Args:
-        out: The folder to make: OUT/report.html is for you, OUT/results.json for programs.
-        compare: Also train a monolith with as many FLOPs, and an ensemble of flow matching alone.
-        few_steps: Also distil the ensemble into students that make an image in 4 steps, 2 and 1.
-        quick: Tiny settings, whose images are noise: to see in half a minute whether all of it runs.
+        out: Output folder: OUT/report.html is for you, OUT/results.json for programs.
+        compare: Also train a monolith with as many FLOPs, and an ensemble of flow-matching experts only.
+        few_steps: Also distil the ensemble into students that sample in 4, 2 and 1 steps.
+        quick: Use tiny settings, whose images are noise, to check in half a minute that everything runs.
     """
     from atoll.experiments.demo import FULL, QUICK, run_demo
 

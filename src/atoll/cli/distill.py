@@ -25,9 +25,9 @@ def distill(
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Distil an ensemble into one dense model, so that sampling costs as much as one model.
+    """Distil an ensemble into one dense model, so that sampling costs as much as with one model.
 
-    Rerun the command to resume. The result is an expert like any other, of all of the data.
+    Rerun the command to resume. The result is an ordinary expert, for all of the data.
 
     For example:
       atoll distill model data --student b/2 --out dense
@@ -39,21 +39,21 @@ def distill(
       atoll assemble dense --data data --out dense-model
 
     Args:
-        model: The teacher: a folder that `atoll assemble` has made, or a hub id.
-        data: A folder that `atoll prepare` has made; `atoll partition` too, where the teacher goes by label.
-        out: The folder to make: the student, its metrics and the checkpoints to resume from.
+        model: The teacher: a folder from `atoll assemble`, or a hub id.
+        data: A folder from `atoll prepare`; it must also be partitioned if the teacher is chosen by label.
+        out: Output folder: the student, its metrics and checkpoints.
         settings: How to train.
-        init: A folder with first weights: an expert of the teacher, or what `atoll convert` has made.
-        allow_missing: Do without experts that the teacher lacks: pictures of their clusters are left out, or what the
-            router gives to them goes to the others.
+        init: A folder with initial weights: an expert of the teacher, or the output of `atoll convert`.
+        allow_missing: Accept a teacher with missing experts: images of their clusters are left out, or their routing
+            weight goes to the other experts.
         engine: Where it runs: local, in this process; ray, as a job on a node that has room for it.
-        cpus: Cores of the job on Ray; with --device cpu, a process for every --threads of them.
-        gpus: GPUs of the job on Ray, with a process per GPU; one by default where there are any.
-        cluster: Distil the expert of this cluster alone: the student takes its place among students of the others.
-        reuse: A student of at least as many steps out, from whose images of the teacher this one learns too.
-        recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
-            [student]; flags win over it.
-        dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
+        cpus: Cores of the Ray job; with --device cpu, one process per --threads cores.
+        gpus: GPUs of the Ray job, one process each; 1 by default if there are any.
+        cluster: Distil only the expert of this cluster; the student replaces it in an ensemble of students.
+        reuse: A student of at least as many --steps-out, whose stored teacher trajectories are reused.
+        recipe: A built-in recipe, such as laptop, or a TOML file with settings in its table [student]; flags
+            override it.
+        dry_run: Print the settings, model size, memory and time needed, and stop.
     """
     from atoll.data.local_copy import local_copy
     from atoll.training.distill import distill as train_student

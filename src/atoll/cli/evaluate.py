@@ -20,8 +20,8 @@ def evaluate(
 ) -> None:
     """Measure the images of one or several models against the data they were trained on.
 
-    Rerun the command to resume; with a larger --num it makes only the images that are missing. A warning
-    tells where a figure cannot be trusted on this data.
+    Rerun the command to resume; with a larger --num, only the missing images are generated. A warning says which
+    figures cannot be trusted on this data.
 
     For example:
       atoll evaluate model data
@@ -31,14 +31,14 @@ def evaluate(
         clip:openai/clip-vit-base-patch32 --clip openai/clip-vit-base-patch32
 
     Args:
-        folders: One or several models that `atoll assemble` has made, compared in one table; then the data that
-            `atoll prepare` has made, or its URL: its captions are the prompts, its images the reference.
+        folders: One or several models from `atoll assemble`, compared in one table; then the data set from
+            `atoll prepare`, or its URL: its captions are the prompts, its images the reference.
         settings: What is measured.
-        sampling: How images are made.
-        cluster: The number of a cluster, to take only its captions and images.
-        engine: Where images are made and measured: local, one model after the other in this process; ray, several at
-            a time.
-        out: The folder for results.json, results.md, samples.png, metrics.png and all images.
+        sampling: How images are generated.
+        cluster: Use only the captions and images of this cluster.
+        engine: Where images are generated and measured: local, one model after the other in this process; ray,
+            several models in parallel.
+        out: Output folder for results.json, results.md, samples.png, metrics.png and all images.
     """
     from atoll.data.local_copy import local_copy
     from atoll.errors import InputError

@@ -32,7 +32,7 @@ def create(
     fresh_days: float = 7.0,
     open_slots: bool = True,
 ) -> None:
-    """Found a federation: sign its charter, and upload the frozen encoders and the images of each slot.
+    """Found a federation: sign its charter, and upload the frozen encoders and each slot's images.
 
     For example:
       atoll federation create s3://bucket/birds --data data --steps 4000
@@ -40,21 +40,21 @@ def create(
       atoll federation create birds --data data --router run/router --gate segments=2 tolerance=0.02
 
     Args:
-        url: An empty place in an object store, such as s3://bucket/birds, or a folder.
-        data: A data set that `atoll prepare` and `atoll partition` have made: one slot for each of its clusters.
-        settings: What contributors train with unless they choose otherwise.
-        name: Of the federation; the last part of the URL by default.
-        description: What it is for, in a sentence or two.
-        as_: Your name, as it is shown to others.
-        verifier: Public keys of those who accept experts, each as KEY=NAME; by default you alone.
+        url: An empty prefix in an object store, such as s3://bucket/birds, or a folder.
+        data: A data set from `atoll prepare` and `atoll partition`: one slot per cluster.
+        settings: Contributors' default training settings.
+        name: Name of the federation; by default the last part of the URL.
+        description: Its purpose, in a sentence or two.
+        as_: Your name, as shown to others.
+        verifier: Public keys of the verifiers, who accept experts, each as KEY=NAME; by default only you.
         verdicts: How many of them must accept an expert.
-        router: A router that was trained on the data; without, the statistics that experts carry are used.
+        router: A router trained on the data; without it, routing uses the statistics stored with each expert.
         objectives: Objectives that are accepted, such as fm ddpm; all by default.
-        licenses: Licences of experts that are accepted; any by default.
-        gate: What a submission must be to be accepted, as NAME=VALUE: docs/federation.md lists the names.
-        lease_minutes: Without a heartbeat for so long, a slot may be taken over.
-        fresh_days: For how long a signed timestamp is valid: the longest that a frozen store goes unnoticed.
-        open_slots: Whether contributors may open slots for images of their own.
+        licenses: Expert licences that are accepted; any by default.
+        gate: Requirements for accepting a submission, as NAME=VALUE: docs/federation.md lists the names.
+        lease_minutes: After this long without a heartbeat, another contributor may take over a slot.
+        fresh_days: How long a signed timestamp is valid, and so how long a frozen store can go unnoticed.
+        open_slots: Whether contributors may open slots for their own images.
     """
     from atoll.federation.contribute import training_defaults
     from atoll.federation.create import create as make
@@ -81,7 +81,7 @@ def join(
     data: Path | None = None,
     new_slot: bool = False,
 ) -> None:
-    """Join a federation: read its charter, trust its root, make a key, and bring images of your own if you like.
+    """Join a federation: read its charter, trust its root, create a key, and optionally bring your own images.
 
     For example:
       atoll federation join s3://bucket/birds --name Ben
@@ -89,13 +89,13 @@ def join(
       atoll federation join s3://bucket/birds --data my-birds/
 
     Args:
-        url: Where the federation is.
-        name: Your name, as it is shown to others.
-        root: The fingerprint that a founder has told you; without, the root that is there now is trusted.
-        data: Your own images with captions, as `atoll prepare` reads or has made them. They are assigned to the slot
-            they fit, or open a new one; none of them leaves this machine, only the slot's card. A prepared data set is
-            regrouped into that slot.
-        new_slot: Open a slot even if they fit another.
+        url: URL of the federation.
+        name: Your name, as shown to others.
+        root: The root fingerprint, as a founder gave it to you; without it, the current root is trusted.
+        data: Your own images with captions: a source for `atoll prepare`, or its output. They are assigned to the
+            slot they fit, or open a new one; only the slot's card is uploaded, never the images. A prepared data set
+            is regrouped into that slot.
+        new_slot: Open a new slot even if they fit an existing one.
     """
     from atoll.federation.create import bring
     from atoll.federation.keys import Identity
@@ -125,10 +125,10 @@ def train(
     data: Path | None = None,
     license: str | None = None,
 ) -> None:
-    """Train an expert for a slot that wants one, and submit it. Rerun the command to resume.
+    """Train an expert for a slot that needs one, and submit it. Rerun the command to resume.
 
-    The slot is leased while this runs, its images are downloaded, and checkpoints are uploaded on the way: should this
-    machine be gone for longer than the lease, another resumes the run.
+    Leases the slot while it runs, downloads its images, and uploads checkpoints regularly: if this machine is gone for
+    longer than the lease, another one can resume the run.
 
     For example:
       atoll federation train s3://bucket/birds
@@ -136,11 +136,11 @@ def train(
       atoll federation train s3://bucket/birds --data my-birds/
 
     Args:
-        url: Where the federation is.
+        url: URL of the federation.
         settings: How to train; the charter's settings are the defaults.
         slot: The number of a slot; by default any that has neither an expert nor a submission.
         data: Your own images, as for `atoll federation join`.
-        license: Of your expert; the data's by default.
+        license: Licence of your expert; by default that of the data.
     """
     from atoll.federation.contribute import contribute
     from atoll.federation.keys import Identity
@@ -151,20 +151,20 @@ def train(
 
 
 def verify(url: Url, slot: int | None = None, memory_gb: float = 8.0, minutes: float = 60.0) -> None:
-    """Judge what is pending, sign a verdict on each, and accept an expert when enough verifiers agree.
+    """Judge pending submissions, sign a verdict on each, and accept an expert when enough verifiers agree.
 
-    Each submission is read by a process with limits. Rerun the command to resume. It also signs a new timestamp when
-    half of the last one's time is over, so run it from time to time.
+    Each submission is read in a process with resource limits. Rerun the command to resume. It also renews the signed
+    timestamp once half of its validity is over, so run it every few days.
 
     For example:
       atoll federation verify s3://bucket/birds
       atoll federation verify s3://bucket/birds --slot 3
 
     Args:
-        url: Where the federation is.
+        url: URL of the federation.
         slot: Judge only submissions for this slot.
-        memory_gb: Memory that judging one submission may take.
-        minutes: CPU time that judging one submission may take.
+        memory_gb: Memory limit for judging one submission.
+        minutes: CPU time limit for judging one submission.
     """
     from atoll.federation.gate import Limits
     from atoll.federation.keys import Identity
@@ -184,9 +184,9 @@ def status(url: Url, html: Path | None = None, shares: bool = False) -> None:
       atoll federation status s3://bucket/birds --html page.html --shares
 
     Args:
-        url: Where the federation is.
-        html: Also write a page to look at.
-        shares: Count the share of steps that each expert leads over the charter's prompts; the model is downloaded.
+        url: URL of the federation.
+        html: Also write an HTML page to this file.
+        shares: Measure each expert's share of the sampling steps on the charter's prompts; downloads the model.
     """
     from atoll.federation.page import render_page
     from atoll.federation.registry import build_model, with_shares
@@ -209,7 +209,7 @@ def status(url: Url, html: Path | None = None, shares: bool = False) -> None:
 def rollback(
     url: Url, slot: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="SLOT")], to: str | None = None
 ) -> None:
-    """Give a slot back to the expert it had before. As many verifiers must run this as must accept an expert.
+    """Restore a slot's previous expert. As many verifiers must run this as must accept an expert.
 
     For example:
       atoll federation rollback s3://bucket/birds 3
@@ -217,9 +217,9 @@ def rollback(
       atoll federation rollback s3://bucket/birds 3 --to none
 
     Args:
-        url: Where the federation is.
+        url: URL of the federation.
         slot: The number of the slot.
-        to: The submission that shall have the slot, or none to remove its expert; the one before by default.
+        to: The submission to restore, or none to remove the expert; by default the previous one.
     """
     from atoll.federation.keys import Identity
     from atoll.federation.roles import Federation
@@ -230,10 +230,10 @@ def rollback(
 
 
 def verifiers(url: Url, add: tuple[str, ...] = (), remove: tuple[str, ...] = (), verdicts: int | None = None) -> None:
-    """Add, revoke or replace verifiers, or change how many must accept an expert. Founders run this.
+    """Add, revoke or replace verifiers, or change how many must accept an expert. For founders.
 
-    To rotate a verifier's key, remove the old one and add the new one at once. Experts that too few of the remaining
-    verifiers have signed are left out of the model until `atoll federation verify` has judged them again.
+    To rotate a verifier's key, remove the old one and add the new one in one command. Experts signed by too few of the
+    remaining verifiers are left out of the model until `atoll federation verify` has judged them again.
 
     For example:
       atoll federation verifiers s3://bucket/birds --add KEY=Carla --verdicts 2
@@ -241,9 +241,9 @@ def verifiers(url: Url, add: tuple[str, ...] = (), remove: tuple[str, ...] = (),
       atoll federation verifiers s3://bucket/birds --remove 3f2a90b1 --add KEY=Carla
 
     Args:
-        url: Where the federation is.
-        add: Public keys, as `atoll federation join` shows them: KEY=NAME.
-        remove: Names, or the beginnings of keys.
+        url: URL of the federation.
+        add: Public keys as KEY=NAME, as printed by `atoll federation join`.
+        remove: Names, or prefixes of keys.
         verdicts: How many verifiers must accept an expert.
     """
     from atoll.federation.keys import Person
@@ -258,9 +258,9 @@ def founders(url: Url, add: tuple[str, ...] = (), remove: tuple[str, ...] = (), 
       atoll federation founders s3://bucket/birds --add KEY=Ben --needed 2
 
     Args:
-        url: Where the federation is.
-        add: Public keys, as `atoll federation join` shows them: KEY=NAME.
-        remove: Names, or the beginnings of keys.
+        url: URL of the federation.
+        add: Public keys as KEY=NAME, as printed by `atoll federation join`.
+        remove: Names, or prefixes of keys.
         needed: How many founders must sign.
     """
     from atoll.federation.keys import Person
@@ -269,14 +269,14 @@ def founders(url: Url, add: tuple[str, ...] = (), remove: tuple[str, ...] = (), 
 
 
 def router(url: Url, folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROUTER")]) -> None:
-    """Sign a router that was trained on the charter's data. Founders run this.
+    """Sign and publish a router that was trained on the charter's data. For founders.
 
     For example:
       atoll federation router s3://bucket/birds run/router
 
     Args:
-        url: Where the federation is.
-        folder: What `atoll train-router` has made.
+        url: URL of the federation.
+        folder: Output of `atoll train-router`.
     """
     from atoll.federation.create import publish_router
     from atoll.federation.keys import Identity
@@ -286,13 +286,13 @@ def router(url: Url, folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg
 
 
 def sign(url: Url) -> None:
-    """Sign what other founders propose, after a look at `atoll federation status`.
+    """Sign changes proposed by other founders. Review them with `atoll federation status` first.
 
     For example:
       atoll federation sign s3://bucket/birds
 
     Args:
-        url: Where the federation is.
+        url: URL of the federation.
     """
     from atoll.errors import InputError
     from atoll.federation.keys import Identity
@@ -336,7 +336,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 def federation() -> None:
     """Build one model with strangers, through an object store.
 
-    `atoll federation VERB --help` has all flags of a verb, and examples:
+    `atoll federation VERB --help` lists all flags of a verb, with examples:
       atoll federation create s3://bucket/birds --data data
       atoll federation train s3://bucket/birds
       atoll federation verify s3://bucket/birds
@@ -344,7 +344,7 @@ def federation() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Runs one of the verbs; what a charter says about training are the defaults of `train`."""
+    """Runs one of the verbs; the charter's training settings are the defaults of `train`."""
     verbs = dict(VERBS)
     settings = ExpertSettings()
     if arguments[:1] == ["train"] and len(arguments) > 1 and not arguments[1].startswith("-"):

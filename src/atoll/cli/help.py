@@ -8,7 +8,7 @@ Verb = Callable[..., Any]
 
 
 def verbs_for(arguments: Sequence[str], verbs: Mapping[str, Verb]) -> dict[str, Verb]:
-    """Returns the verbs, or where only their list is asked for, functions with the first sentence of each."""
+    """Returns the verbs; for a bare `--help`, stand-ins that carry only the first paragraph of each docstring."""
     if list(arguments) not in ([], ["-h"], ["--help"]):
         return dict(verbs)
     return {name: _headline(verb) for name, verb in verbs.items()}

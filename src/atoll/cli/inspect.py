@@ -16,9 +16,9 @@ def inspect(
       atoll inspect data --sheet sheet.png
 
     Args:
-        data: A folder that `atoll prepare` has made, or its URL, of which a copy is made.
+        data: A folder from `atoll prepare`, or its URL, which is first copied to this machine.
         sheet: Where to write the contact sheet; DATA/sheet.png by default.
-        seed: Chooses which images are on the sheet.
+        seed: Random seed for choosing the images on the sheet.
     """
     from atoll.data.local_copy import local_copy
     from atoll.data.overview import describe, draw_sheet

@@ -1,4 +1,4 @@
-"""`atoll VERB ...`. Verbs import what they need when they run, so that --help is quick."""
+"""`atoll VERB ...`. Verbs import their dependencies when they run, so that --help is quick."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ FILES = (
 VERBS: dict[str, Callable[..., Any]] = {
     name.replace("_", "-"): getattr(import_module(f"atoll.cli.{name}"), name) for name in FILES
 }
-NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "serve", "serve-expert", "doctor"}  # they begin anew
+NOT_RESUMED = {"inspect", "assemble", "sample", "convert", "serve", "serve-expert", "doctor"}  # start from scratch
 DESCRIPTION = """Train one text-to-image diffusion model on computers that never talk to each other.
 
 `atoll VERB --help` has all flags of a verb, and examples. `atoll demo` shows everything in five minutes.
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _end_process_group() -> None:
-    """Ends the threads that the processes of one expert talk by; left to the interpreter's exit, they may abort it."""
+    """Stops torch.distributed's communication threads, which can otherwise abort the interpreter at exit."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -78,7 +78,7 @@ def _end_process_group() -> None:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Shows each of our warnings once, as one line, without the line of code it came from."""
+    """Shows each warning once, on one line, without the line of code it came from."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -98,7 +98,7 @@ class _Flag:
 
 
 def _verbs(given: list[str]) -> dict[str, Callable[..., Any]]:
-    """Returns the verbs; those that take settings have the recipe's values as defaults, so that flags win over it."""
+    """Returns the verbs; those with settings take the recipe's values as defaults, so that flags override it."""
     verbs = dict(VERBS)
     for name, wanted in SETTINGS.items():
         recipe = None

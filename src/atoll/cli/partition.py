@@ -23,13 +23,13 @@ def partition(
       atoll partition s3://bucket/data --experts 8
 
     Args:
-        data: A folder that `atoll prepare` has made, or its URL in an object store.
-        experts: How many clusters.
+        data: A folder from `atoll prepare`, or its URL in an object store.
+        experts: Number of clusters.
         method: kmeans (hierarchical, over image features), random, or label.
-        fine: Centroids of the fine level; fewer where there are few images.
+        fine: Number of fine centroids; reduced if there are few images.
         metric: euclidean or cosine.
-        balance: No cluster may hold more than this times the mean.
-        seed: Of the random numbers.
+        balance: The largest allowed cluster, as a multiple of the mean size.
+        seed: Random seed.
     """
     from atoll.partition.partition import partition as cut
 

@@ -35,22 +35,22 @@ def prepare(
 
     Args:
         source: A folder of images (NAME.txt or NAME.json beside NAME.jpg; metadata.jsonl, .csv or .parquet with
-            file_name and caption; captions.txt or results.csv as of Flickr; captions_*.json of COCO; class folders with
-            --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the built-in avatars,
-            shapes, digits. Folders and files may also be in an object store: s3://, gs:// or az://.
-        out: The folder to make, or the URL of one in an object store.
+            file_name and caption; captions.txt or results.csv as in Flickr8k; captions_*.json as in COCO; class
+            folders with --template), a folder of WebDataset .tar files, Parquet or Arrow files, or one of the built-in
+            avatars, shapes, digits. Folders and files may also be in an object store: s3://, gs:// or az://.
+        out: Output folder, or its URL in an object store.
         settings: How images are prepared.
-        num: How many images: the first of a built-in data set; of any other source a random choice, by SEED and
-            their names, whatever their order. Some of these may still be left out, as any others.
-        template: Makes captions of folder names: "a photo of a {label}".
+        num: How many images: the first ones of a built-in data set; of any other source a random selection, which
+            depends on SEED and the images' names but not on their order. The usual filters then apply to them.
+        template: Makes captions from folder names: "a photo of a {label}".
         caption_column: The key or column with captions: by default the first of caption, text, prompt, description.
-            A list of texts, or several rows of one image, are several captions: training draws one per step.
-        seed: Of a built-in data set, and of the choice of NUM images of any other.
-        workers: Processes that read images; one per core by default, 0 for none.
+            A list of texts, or several rows per image, are several captions, of which each training step draws one.
+        seed: Random seed of a built-in data set, or for selecting NUM images of any other source.
+        workers: Number of processes that read images; one per core by default, 0 for none.
         device: Where codec and features are computed: auto, cpu or cuda.
-        engine: Where images are read and encoded; with Ray, on all nodes of the cluster, while shards are written here.
-        recipe: One that comes with atoll, such as photos, or a TOML file, whose table [prepare] has settings; flags win
-            over it.
+        engine: Where images are read and encoded; with Ray, on all nodes of the cluster. Shards are written here.
+        recipe: A built-in recipe, such as photos, or a TOML file with settings in its table [prepare]; flags
+            override it.
     """
     from atoll.data.prepare import prepare as make
     from atoll.data.sources import Source

@@ -21,8 +21,8 @@ def reproduce(
 ) -> None:
     """Repeat the papers' comparisons: train, sample and measure everything they need, at equal budget.
 
-    Parts that several comparisons share are trained once. Rerun the command to resume; with
-    more seeds or other comparisons it does only what is missing.
+    Models shared by several comparisons are trained once. Rerun the command to resume; with more seeds or other
+    comparisons, only what is missing is run.
 
     For example:
       atoll reproduce table4 table4-scratch --data fashion-mnist --pretrain mnist --out fashion
@@ -32,21 +32,22 @@ def reproduce(
 
     Args:
         what: table1 (monolith and routing policies), table2 (compute), table3 (objectives, converted and combined),
-            table4 (homogeneous and heterogeneous), both also as table3-scratch and table4-scratch without first
+            table4 (homogeneous and heterogeneous), both also as table3-scratch and table4-scratch without pretrained
             weights; threshold (in time), init, adaln, conversion, router (with and without the text); clusters
-            (k-means and random), experts (how many), flops (checkpoints on the way), correlation (same seeds), student.
-        data: What `atoll prepare` has made, which is copied, not changed; or the name of a set, which is fetched:
-            fashion-mnist, mnist, cifar-10, emoji, or a built-in one: avatars, shapes, digits.
-        recipe: One that comes with atoll or a TOML file, with the settings of training and, in [study], how large the
-            comparisons are; reproduce_paper, reproduce_paper_table1 and reproduce_ddm have the papers' own settings.
-        seeds: Of training, in place of the recipe's.
-        pretrain: The set that the DiT is trained on from which experts start, by name, in place of the recipe's; or a
-            published DiT's file, which is then converted.
-        originals: What a prepared folder was made of, to compare with the images themselves, as the papers do.
-        dry_run: Print the parts, models and rows of the plan with their FLOPs, memory and time, and every command it
-            stands for, and do nothing else.
-        engine: Where parts are trained and models are measured.
-        out: The folder for all that is made, results.json, results.md and images of each comparison.
+            (k-means and random), experts (how many), flops (intermediate checkpoints), correlation (same seeds),
+            student.
+        data: A folder from `atoll prepare`, which is copied, not changed; or the name of a data set to download:
+            fashion-mnist, mnist, cifar-10, emoji; or a built-in one: avatars, shapes, digits.
+        recipe: A built-in recipe or a TOML file, with training settings and, in [study], the size of the comparisons;
+            reproduce_paper, reproduce_paper_table1 and reproduce_ddm have the papers' own settings.
+        seeds: Number of training seeds; overrides the recipe.
+        pretrain: Name of the data set on which the experts' initial DiT is pretrained, overriding the recipe; or a
+            published DiT checkpoint, which is then converted.
+        originals: The source of a prepared folder, to compare with the original images, as the papers do.
+        dry_run: Print the plan's training runs, models and table rows with their FLOPs, memory and time, and the
+            equivalent commands, and stop.
+        engine: Where models are trained and measured.
+        out: Output folder for everything: models, results.json, results.md and images of each comparison.
     """
     from dataclasses import replace
 

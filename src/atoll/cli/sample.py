@@ -27,8 +27,8 @@ def sample(
 ) -> None:
     """Generate images from prompts. The same prompt, seed and settings give the same image.
 
-    The folder --out may hold images of earlier runs: none is lost. Where a file of another content has the name of a
-    new one, it is renamed first (NAME.png becomes NAME.1.png), so the plain name is always that of the newest.
+    Images of earlier runs in the --out folder are kept: if a new image needs the name of an existing file with other
+    content, that file is renamed first (NAME.png becomes NAME.1.png), so the plain name is always the newest.
 
     For example:
       atoll sample model "a pink ghost with a yellow party hat" "a robot" --num 4 --out samples
@@ -36,21 +36,21 @@ def sample(
       atoll sample model --prompts prompts.txt --max-resident 1
 
     Args:
-        model: A folder that `atoll assemble` has made, a hub id, or the URL or folder of a federation.
-        settings: How images are made.
-        prompt: What to make images of; - reads prompts from the standard input, one per line.
-        prompts: A text file with one prompt per line; - for the standard input.
-        negative: What images are steered away from; nothing in particular by default.
+        model: A folder from `atoll assemble`, a hub id, or the URL or folder of a federation.
+        settings: How images are generated.
+        prompt: The prompts; - reads them from standard input, one per line.
+        prompts: A text file with one prompt per line; - for standard input.
+        negative: Negative prompt; empty by default.
         num: Images per prompt.
-        seed: The seed of the first image of each prompt; the next image has the next number.
-        route_every: Ask the router once in this many evaluations.
-        confident: Ask the router no more about an image once an expert has this probability.
-        max_resident: How many experts may be in memory at a time; all by default.
+        seed: Seed of the first image of each prompt; each further image adds 1.
+        route_every: Run the router only once per this many model evaluations.
+        confident: Stop running the router for an image once an expert reaches this probability.
+        max_resident: How many experts may be in memory at once; all by default.
         device: auto, cpu, cuda or cuda:N.
-        dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
-        out: The folder for the images and grid.png.
-        trace: Also write trace.json and trace.png: which experts made an image, and when.
-        verify: First read every file of the model again, and compare it with its hash.
+        dtype: Precision of the experts: float32, bfloat16 or float16; by default as saved.
+        out: Output folder for the images and grid.png.
+        trace: Also write trace.json and trace.png: which experts contributed to each image, and when.
+        verify: Rehash every file of the model and compare with the recorded hashes first.
     """
     from atoll.sampling.folder import read_prompts, sample_to_folder
 

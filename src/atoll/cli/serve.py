@@ -33,8 +33,8 @@ def serve(
 ) -> None:
     """Serve models: an OpenAI-compatible image API, and a studio in the browser.
 
-    All images in flight advance together, one step at a time; an image is the one that `atoll sample` makes of the same
-    prompt, seed and settings. SIGTERM finishes what is in flight, SIGHUP looks for new keys and new versions at once.
+    All images in flight are batched, step by step; each is the same as from `atoll sample` with the same prompt, seed
+    and settings. SIGTERM finishes images in flight and exits; SIGHUP checks for new keys and versions at once.
 
     For example:
       atoll serve model
@@ -44,28 +44,29 @@ def serve(
       atoll serve /shared/model --engine ray --replicas 4
 
     Args:
-        model: Folders that `atoll assemble` has made, hub ids or URLs of federations, each also as NAME=FOLDER; the
-            first is the default.
-        limits: How much is done at a time.
-        port: Where to listen; 0 takes any that is free.
-        host: The address to listen on; by default only this machine can ask.
-        keys: A JSON file with the SHA-256 of API keys and their limits; without it, whoever reaches the port may ask.
-        clusters: The folder that `atoll partition` has made: the studio shows its contact sheets.
-        remote: Experts that are elsewhere, as NUMBER=URL of an `atoll serve-expert`.
+        model: Folders from `atoll assemble`, hub ids or URLs of federations, optionally as NAME=FOLDER; the first is
+            the default.
+        limits: How much is processed at once.
+        port: Port to listen on; 0 picks a free one.
+        host: Address to listen on; by default only this machine can connect.
+        keys: A JSON file with the SHA-256 of API keys and their limits; without it, no key is required.
+        clusters: The clusters folder from `atoll partition`, whose contact sheets the studio shows.
+        remote: Remote experts, as NUMBER=URL of an `atoll serve-expert`.
         remote_key: A file with the API key that is sent to them.
-        remote_timeout: Seconds until an expert that does not answer loses its weight to the next most probable one.
-        name: Host names by which the server may be called, beside addresses and localhost.
-        allow_origin: Sites whose pages may ask, such as https://example.org; none by default.
-        reload: Seconds between looks for a new version of a model or of the keys; 0 is never.
-        max_resident: How many experts may be in memory at a time; all by default.
+        remote_timeout: Seconds to wait for a remote expert before the next most probable one takes its place.
+        name: Host names accepted in requests, besides IP addresses and localhost.
+        allow_origin: Origins allowed to call the API from a browser (CORS), such as https://example.org; none by
+            default.
+        reload: Seconds between checks for a new version of a model or of the keys; 0 for never.
+        max_resident: How many experts may be in memory at once; all by default.
         device: auto, cpu, cuda or cuda:N.
-        dtype: What experts compute in: float32, bfloat16 or float16; by default as they were saved.
+        dtype: Precision of the experts: float32, bfloat16 or float16; by default as saved.
         conversion: calibrated, exact or paper; as for `atoll sample`.
         engine: local: this machine; ray: a Ray Serve application on a cluster.
-        address: Of the Ray cluster, such as 10.0.0.1:6379; by default RAY_ADDRESS, or the one on this machine.
-        replicas: How many times each model is there, with a GPU each where there are any.
-        spread: Puts every expert into a process of its own: on a CPU, several cores then share each step. On a Ray
-            cluster into an actor, with a GPU of its own where there are any.
+        address: Address of the Ray cluster, such as 10.0.0.1:6379; by default RAY_ADDRESS, or the one on this machine.
+        replicas: Number of replicas per model, with one GPU each if there are any.
+        spread: Run every expert in its own process, so that on a CPU several cores share each step; on a Ray cluster
+            in its own actor, with its own GPU if there are any.
     """
     from atoll.serving.start import Launch, start
 

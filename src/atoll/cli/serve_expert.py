@@ -19,10 +19,10 @@ def serve_expert(
     dtype: str | None = None,
     conversion: str | None = None,
 ) -> None:
-    """Let others sample with an expert without giving them its weights: it answers with velocities.
+    """Serve an expert's velocities, so that others can sample with it without having its weights.
 
-    Who runs `atoll serve MODEL --remote NUMBER=URL` sends noisy latents, times and encoded prompts, one request per
-    step, and gets dx/dt. So the owner of an expert sees what prompts it is asked about.
+    `atoll serve MODEL --remote NUMBER=URL` sends noisy latents, times and encoded prompts, one request per step, and
+    receives dx/dt. The expert's owner can therefore see the prompts.
 
     For example:
       atoll serve-expert run/expert_2
@@ -30,13 +30,13 @@ def serve_expert(
 
     Args:
         expert: The folder of a trained expert.
-        port: Where to listen; 0 takes any that is free.
-        host: The address to listen on; by default only this machine can ask.
+        port: Port to listen on; 0 picks a free one.
+        host: Address to listen on; by default only this machine can connect.
         keys: A JSON file with the SHA-256 of API keys and their limits, counted in samples.
-        name: Host names by which the server may be called, beside addresses and localhost.
-        samples: The most samples in one request.
+        name: Host names accepted in requests, besides IP addresses and localhost.
+        samples: Maximum number of samples per request.
         device: auto, cpu, cuda or cuda:N.
-        dtype: What the expert computes in; by default as it was saved.
+        dtype: Precision of the expert: float32, bfloat16 or float16; by default as saved.
         conversion: calibrated, exact or paper; as for `atoll sample`.
     """
     from atoll.serving.owner import serve_velocities

@@ -20,8 +20,8 @@ def train(
 ) -> None:
     """Train an expert on one cluster or, with --cluster all, the monolith.
 
-    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder are needed. Rerun the
-    command to resume.
+    Only DATA/dataset.json, DATA/text_encoder, DATA/vae and the cluster's own folder are needed. Rerun the command to
+    resume.
 
     For example:
       atoll train data --cluster 3 --objective ddpm --model xl/2 --out expert_3
@@ -31,17 +31,17 @@ def train(
       accelerate launch --num_processes 4 -m atoll.cli.main train data --cluster 3 --out expert_3
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made, a copy of one cluster of it, or its URL in
-            an object store, from which the cluster is copied and verified once.
-        out: The folder to make: the expert, its metrics and the checkpoints to resume from.
+        data: A folder from `atoll prepare` and `atoll partition`, a copy of one cluster of it, or its URL in an object
+            store, from which the cluster is copied and verified once.
+        out: Output folder: the expert, its metrics and checkpoints.
         settings: How to train.
         cluster: The number of a cluster, or all.
-        init: A folder with first weights: another expert, or what `atoll convert` has made.
-        mirror: A URL of an object store, such as s3://bucket/run, to keep the folder in as well: another machine
-            resumes from there.
-        recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
-            [expert]; flags win over it.
-        dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
+        init: A folder with initial weights: another expert, or the output of `atoll convert`.
+        mirror: URL in an object store, such as s3://bucket/run, to mirror the folder to, so that another machine can
+            resume from there.
+        recipe: A built-in recipe, such as laptop, or a TOML file with settings in its table [expert]; flags override
+            it.
+        dry_run: Print the settings, model size, memory and time needed, and stop.
     """
     from atoll.data.local_copy import local_copy
     from atoll.training.expert import train_expert

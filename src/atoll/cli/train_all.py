@@ -27,8 +27,8 @@ def train_all(
 ) -> None:
     """Train all experts of a partition, on this machine or a Ray cluster. Rerun the command to resume.
 
-    As many run at a time as there are GPUs, or cores if there are none. One that crashes, or whose node dies, is
-    started again from its last checkpoint; the others do not notice.
+    As many run in parallel as there are GPUs, or cores if there are none. An expert that crashes, or whose node dies,
+    is restarted from its last checkpoint; the others are not affected.
 
     For example:
       atoll train-all data --objectives 2ddpm:6fm --steps 2000 --out run
@@ -39,24 +39,24 @@ def train_all(
       atoll train-all s3://bucket/data --engine ray --mirror s3://bucket/run --out run
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made, or its URL in an object store.
-        out: The folder to make: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
+        data: A folder from `atoll prepare` and `atoll partition`, or its URL in an object store.
+        out: Output folder: OUT/expert_0, OUT/expert_1 and so on, and OUT/router.
         settings: How to train each expert.
-        router_settings: How to train the router, if it is trained.
-        objectives: Which expert gets which objective: one name for all, or 2ddpm:6fm for the first two and the other
-            six; --objective for all by default.
+        router_settings: How to train the router, with --router.
+        objectives: Each expert's objective: one name for all, or 2ddpm:6fm for the first two and the other six; by
+            default --objective for all.
         experts: Which experts to train: all, or numbers such as 0,2.
-        init: A folder with first weights for all experts (another expert, or what `atoll convert` has made), or
-            0=FOLDER,*=FOLDER by number; experts that are not named begin from random weights.
+        init: A folder with initial weights for all experts (another expert, or the output of `atoll convert`), or
+            0=FOLDER,*=FOLDER by number; experts that are not named start from random weights.
         router: Train the router too, as one more process; --router.steps and so on are its settings.
         engine: Where they run.
-        cpus_per_expert: Cores of each; with --device cpu, a process for every --threads of them.
-        gpus_per_expert: GPUs of each, with a process per GPU; one by default where there are any.
-        mirror: A URL of an object store, such as s3://bucket/run, to keep the folders in as well: nodes that
-            share no folder resume from there.
-        recipe: One that comes with atoll, such as laptop, or a TOML file: settings of the experts in its table
-            [expert], of the router in [router], of both above them; flags win over it.
-        dry_run: Print what each would be trained with, the memory it needs and how many run at a time, and stop.
+        cpus_per_expert: Cores per expert; with --device cpu, one process per --threads cores.
+        gpus_per_expert: GPUs per expert, one process each; 1 by default if there are any.
+        mirror: URL in an object store, such as s3://bucket/run, to mirror the folders to, so that nodes without a
+            shared folder can resume from there.
+        recipe: A built-in recipe, such as laptop, or a TOML file with the experts' settings in its table [expert], the
+            router's in [router], and those of both above them; flags override it.
+        dry_run: Print each one's settings and memory, and how many run in parallel, and stop.
     """
     from atoll.engines.engine import Resources
     from atoll.engines.train_all import train_all as train

@@ -17,7 +17,7 @@ def train_router(
     recipe: str | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Train the router, which predicts from a noisy latent and its text which expert should answer.
+    """Train the router, which predicts from a noisy latent and its text which expert to use.
 
     For example:
       atoll train-router data --out router
@@ -25,15 +25,15 @@ def train_router(
       atoll train-router data --method centroids --out router-centroids
 
     Args:
-        data: A folder that `atoll prepare` and `atoll partition` have made, with all clusters, or its URL.
-        out: The folder to make: the router, its metrics and the checkpoints to resume from.
+        data: A folder from `atoll prepare` and `atoll partition`, with all clusters, or its URL.
+        out: Output folder: the router, its metrics and checkpoints.
         settings: How to train.
         method: network, or centroids for a router that needs no training.
-        mirror: A URL of an object store, such as s3://bucket/run, to keep the folder in as well: another machine
-            resumes from there.
-        recipe: One that comes with atoll, such as laptop, or a TOML file: settings are in its table
-            [router]; flags win over it.
-        dry_run: Print the settings, the size of the model, the memory and the time it needs, and stop.
+        mirror: URL in an object store, such as s3://bucket/run, to mirror the folder to, so that another machine can
+            resume from there.
+        recipe: A built-in recipe, such as laptop, or a TOML file with settings in its table [router]; flags override
+            it.
+        dry_run: Print the settings, model size, memory and time needed, and stop.
     """
     from atoll.data.local_copy import local_copy
     from atoll.errors import InputError

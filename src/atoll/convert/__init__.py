@@ -1,4 +1,4 @@
-"""Published checkpoints as experts: each format is recognised by its keys, and converted by a table of them."""
+"""Converts published checkpoints to experts: each format is recognised by its keys, and converted by a key table."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from atoll.networks.stored import WEIGHTS
 from atoll.storage import reason_of, write_json
 
 __all__ = ["REPORT", "Converted", "Options", "check_out", "convert", "describe", "save"]
-CLASS_OPTIONS = ("label", "as_is", "kind", "fit")  # of DiT and SiT alone
+CLASS_OPTIONS = ("label", "as_is", "kind", "fit")  # only for DiT and SiT
 TERMS = {DIT_LICENSE: ": for non-commercial use only, with attribution, and so is what is trained from it"}
 CONVERTERS: dict[tables.Format, Callable[[Source, Options, tables.Format], Converted]] = {
     tables.DIT: convert_dit,
@@ -34,7 +34,7 @@ CONVERTERS: dict[tables.Format, Callable[[Source, Options, tables.Format], Conve
 
 
 def convert(path: str | Path, options: Options = Options()) -> Converted:  # noqa: B008
-    """Returns a network of the checkpoint's weights, with the record of what became of every key."""
+    """Returns a network with the checkpoint's weights, and a record of what became of every key."""
     source = read_source(Path(path))
     format = recognise(source)
     for name in CLASS_OPTIONS:
@@ -47,7 +47,7 @@ def convert(path: str | Path, options: Options = Options()) -> Converted:  # noq
         json.dumps(converted.report, allow_nan=False)
     except InputError:
         raise
-    except (RuntimeError, ValueError, IndexError, OverflowError, MemoryError) as error:  # no published file's shapes
+    except (RuntimeError, ValueError, IndexError, OverflowError, MemoryError) as error:  # shapes of no published file
         reason = printable(reason_of(error), 300)
         raise InputError(
             f"{path} cannot be converted ({reason}): its weights do not fit together, give another copy"
@@ -69,7 +69,7 @@ def recognise(source: Source) -> tables.Format:
 
 
 def check_out(out: str | Path, files: tuple[str, ...] = (CONFIG, WEIGHTS, CALIBRATION, REPORT)) -> None:
-    """Refuses to write over anything but an earlier conversion: of these files alone, with the last among them."""
+    """Raises unless `out` is new, empty or an earlier conversion: only these files, including the last one."""
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file: choose a folder")
@@ -87,12 +87,12 @@ def save(
 ) -> None:
     """Writes the network and the report beside it.
 
-    `space` is the "latent_space" and the "text_encoder" of a data set: with them an expert is whole, and can be
-    assembled with others; `data` is what it answers for. Without, it is a bare network to start training from.
+    `space` has the "latent_space" and "text_encoder" of a data set, which make it a complete expert that can be
+    assembled with others; `data` describes the expert's data. Without `space`, it is a bare network for `--init`.
     """
     check_out(out)
     folder, network = Path(out), converted.network
-    for name in (CONFIG, CALIBRATION):  # what an earlier conversion left is no expert any more
+    for name in (CONFIG, CALIBRATION):  # an earlier conversion stops being an expert
         (folder / name).unlink(missing_ok=True)
     write_json(folder / REPORT, converted.report)
     card: dict[str, Any] = {"license": converted.license}
@@ -111,7 +111,7 @@ def save(
 
 
 def describe(converted: Converted, out: str | Path) -> list[str]:
-    """Returns what a person wants to know of it, in a few lines."""
+    """Returns a summary of the conversion, as lines to print."""
     config, ledger, objective, residual = (
         converted.network.config, converted.ledger, converted.objective, converted.residual
     )  # fmt: skip

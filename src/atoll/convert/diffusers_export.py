@@ -1,4 +1,4 @@
-"""An expert as diffusers' PixArtTransformer2DModel: a folder that its from_pretrained loads, with the same outputs."""
+"""Exports an expert to diffusers' PixArtTransformer2DModel: from_pretrained loads the folder, with the same outputs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ ABOUT = "atoll.json"
 
 
 def export(expert: str | Path, out: str | Path) -> list[str]:
-    """Writes the folder; returns what to print."""
+    """Writes the folder; returns lines to print."""
     if not Path(expert).is_dir():
         raise InputError(f"{expert} is not a folder: give that of an expert")
     check_out(out, (WEIGHTS, CONFIG, ABOUT))
@@ -49,7 +49,7 @@ def export(expert: str | Path, out: str | Path) -> list[str]:
 
 
 def diffusers_config(network: DiT, name: str) -> dict[str, Any]:
-    """Returns the arguments of PixArtTransformer2DModel; refuses what it cannot express."""
+    """Returns the arguments of PixArtTransformer2DModel; raises InputError for networks it cannot represent."""
     config = network.config
     step = spacing_of(network.positions.detach().float(), within=2e-5)
     faults = {
@@ -85,7 +85,7 @@ def diffusers_config(network: DiT, name: str) -> dict[str, Any]:
 
 
 def translate(network: DiT) -> dict[str, Tensor]:
-    """Returns their state dict. A linear text projection has no place there and goes into keys and values."""
+    """Returns diffusers' state dict. It has no linear text projection, so ours is folded into keys and values."""
     ours, config = network.state_dict(), network.config
     theirs: dict[str, Tensor] = {}
     del ours["positions"]

@@ -1,8 +1,9 @@
 """Class-conditional DiT and SiT: facebookresearch's .pt files, and diffusers' DiTTransformer2DModel.
 
-They become experts that read text, to start training from (Eq. 19): per-block modulation is fitted by AdaLN-Single,
-the class is fixed, the text silent at first. Or, as they are, experts without text that answer exactly as the source.
-SiT's time runs the other way and its velocity has the other sign; both are folded into the weights, exactly.
+They become text-conditional experts as initial weights for training (Eq. 19): AdaLN-Single is fitted to the per-block
+modulation, the class is fixed, and text has no effect at first. Or, with `as_is`, experts without text whose outputs
+equal the source's. SiT's time runs the other way and its velocity has the opposite sign; both are folded into the
+weights, exactly.
 """
 
 import re
@@ -61,9 +62,9 @@ def convert_dit(source: Source, options: Options, format: Format) -> Converted:
 
 
 def dit_weights(network: DiT) -> dict[str, Tensor]:
-    """Returns the weights of a network with AdaLN-Zero and no text under DiT's own keys, its one class being zero.
+    """Returns the weights of a network with AdaLN-Zero and no text under DiT's own keys, with a zero class embedding.
 
-    So a network that was pretrained here becomes first weights by the same way as a published one.
+    A network pretrained with Atoll is thus converted in the same way as a published one.
     """
     config, ours, weights = network.config, network.state_dict(), {}
     assert (config.adaln, config.text_dim) == ("block", None)
@@ -78,7 +79,7 @@ def dit_weights(network: DiT) -> dict[str, Tensor]:
 
 
 def _kind(source: Source, options: Options) -> str:
-    """Returns dit or sit: as asked for, as the file says of its training, or as its name does."""
+    """Returns dit or sit: from the options, from the file's training arguments, or from its name."""
     if options.kind is not None:
         return options.kind
     if "path_type" in source.args:
@@ -103,7 +104,7 @@ def _sit_objective(source: Source) -> Objective:
 
 
 def _label(source: Source, options: Options, num: int) -> tuple[int, str]:
-    """Returns the class to keep, and a note: by default none, whose embedding, if there is one, is the last of num."""
+    """Returns the class to keep, and a note; by default the null class, the last of `num` embeddings if present."""
     label, which = options.label, f"class {options.label}"
     if label is None:
         counts = (source.args.get("num_classes"), source.config.get("num_embeds_ada_norm"), IMAGENET_CLASSES)
@@ -118,11 +119,11 @@ def _label(source: Source, options: Options, num: int) -> tuple[int, str]:
     return label, f"the embedding of {which} is part of the time's from now on"
 
 
-# --- modulation: how the source sees time and class, put into the network's weights -------------------------------
+# --- modulation: the source's conditioning on time and class, folded into the network's weights -------------------
 
 
 def _time_mlp(ledger: Ledger, i: int, label: int, config: DiTConfig, backwards: bool) -> TimeMLP:
-    """Takes out a block's time MLP, with the class in its last bias; SiT's is seen from the other end of time."""
+    """Removes and returns a block's time MLP, with the class added to its last bias; SiT's with time reversed."""
     first, second = (ledger.pop_layer(f"blocks.{i}.time_embed.mlp.{part}") for part in (0, 2))
     classes = ledger.weights.pop(f"blocks.{i}.classes")
     if classes.shape[1:] != second.bias.shape:
@@ -138,7 +139,10 @@ def _time_mlp(ledger: Ledger, i: int, label: int, config: DiTConfig, backwards: 
 
 
 def _keep_modulation(ledger: Ledger, mlps: list[TimeMLP]) -> dict[str, Any] | None:
-    """Keeps the map of each block: exactly, where all blocks share one time MLP, as in the original."""
+    """Keeps each block's own map: exactly if all blocks share one time MLP, as in the original, else by least squares.
+
+    Returns the residuals of the fit, if any.
+    """
     shared = mlps[0]
     ledger.put_layer("time_embed.mlp.0", shared.first)
     ledger.put_layer("time_embed.mlp.2", shared.second)
@@ -155,7 +159,7 @@ def _keep_modulation(ledger: Ledger, mlps: list[TimeMLP]) -> dict[str, Any] | No
 
 
 def _fit_modulation(ledger: Ledger, mlps: list[TimeMLP], how: str) -> dict[str, Any]:
-    """Puts AdaLN-Single in the place of per-block maps; returns how far off it is."""
+    """Replaces per-block maps by AdaLN-Single; returns the residual of the fit."""
     maps = [ledger.pop_layer(f"blocks.{i}.time_block") for i in range(len(mlps))]
     single = fit_single(mlps, maps, ledger.pop_layer("out_time_block"), ledger.weights["out.weight"], how)
     ledger.put_layer("time_embed.mlp.0", mlps[0].first)
@@ -169,7 +173,7 @@ def _fit_modulation(ledger: Ledger, mlps: list[TimeMLP], how: str) -> dict[str, 
 
     for i, (table, (qkv, out, first, second)) in enumerate(zip(single.tables, single.factors, strict=True)):
         ledger.weights[f"blocks.{i}.modulation"] = table
-        # The layers beside the modulation take the factors that were taken out of it.
+        # The layers next to the modulation absorb its factors.
         for name, factor in (("attention.qkv", qkv), ("mlp.0", first)):
             scale(f"blocks.{i}.{name}.weight", factor)  # its columns
         for name, factor in (("attention.out", out), ("mlp.2", second)):

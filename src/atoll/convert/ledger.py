@@ -1,4 +1,4 @@
-"""One conversion: a table of keys applied to a checkpoint, with sizes that are read off its weights."""
+"""One conversion: applies a table of keys to a checkpoint, with sizes inferred from its weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,18 @@ Network = TypeVar("Network", DiT, Router)
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert, where there is a choice."""
+    """The options of a conversion."""
 
     label: int | None = None  # the class of a class-conditional source; None: no class
     as_is: bool = False  # DiT and SiT: per-block modulation and no text, exactly the source
-    text_dim: int | None = None  # None: as the source reads, 768 if it reads none
+    text_dim: int | None = None  # None: the source's, or 768 if it has no text
     input_size: int | None = None  # of the latents; None: the source's
-    num_heads: int | None = None  # None: as the source says, or by its width
-    kind: str | None = None  # dit or sit, whose keys are the same
+    num_heads: int | None = None  # None: from the source's config, or by its width
+    kind: str | None = None  # dit or sit, which have the same keys
     fit: str = "curve"
     objective: str | None = None  # None: the source's own
     license: str | None = None  # None: the published one's
-    seed: int = 0  # of what has no counterpart in the source
+    seed: int = 0  # for weights without a counterpart in the source
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
@@ -43,7 +43,7 @@ class Options:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Returns what was not left at its default."""
+        """Returns the options that differ from their defaults."""
         return {name: value for name, value in asdict(self).items() if value != getattr(Options, name)}
 
     def objective_or(self, default: Objective) -> Objective:
@@ -62,31 +62,31 @@ class Layer(NamedTuple):
 
 @dataclass
 class Ledger:
-    """The weights of the network to be, and what became of those of the source. `build` refuses any left over."""
+    """The new network's weights, and a record of what became of the source's. `build` raises if any are left over."""
 
     source: Source
     weights: dict[str, Tensor] = field(default_factory=dict)  # of the network
     consumed: set[str] = field(default_factory=set)  # keys of the source
-    dropped: dict[str, str] = field(default_factory=dict)  # key of the source: why
-    initialised: dict[str, str] = field(default_factory=dict)  # key of the network: how
-    source_size: int = 0  # of the latents that the source was trained on
-    out_channels: int = 0  # of the source, with those of a learned sigma
+    dropped: dict[str, str] = field(default_factory=dict)  # key of the source: reason
+    initialised: dict[str, str] = field(default_factory=dict)  # key of the network: method
+    source_size: int = 0  # side of the latents that the source was trained on
+    out_channels: int = 0  # of the source, including those of a learned sigma
 
     def take(self, key: str) -> Tensor:
-        """Returns a weight of the source in single precision."""
+        """Returns a weight of the source in float32, and marks it as consumed."""
         if key not in self.source.weights:
             raise InputError(f"{self.source.path} lacks {key}: it is incomplete, or of another architecture")
         self.consumed.add(key)
         return self.source.weights[key].float()
 
     def apply(self, table: Table, depth: int = 1) -> None:
-        """Copies what the table names, in all blocks."""
+        """Copies the weights named in the table, for all blocks."""
         for target, keys in expand(table, depth):
             parts = [self.take(key) for key in keys]
             self.weights[target] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pop_layer(self, name: str) -> Layer:
-        """Returns a layer and takes it out again."""
+        """Removes a layer from the weights and returns it."""
         layer = Layer(self.weights.pop(f"{name}.weight"), self.weights.pop(f"{name}.bias"))
         if layer.weight.dim() != 2 or layer.bias.shape != layer.weight.shape[:1]:
             raise ValueError(f"{name} has a weight {list(layer.weight.shape)} and a bias {list(layer.bias.shape)}")
@@ -98,7 +98,7 @@ class Ledger:
     def build(self, kind: type[Network], config: Any, seed: int = 0) -> Network:
         """Returns the network, if every key on both sides is accounted for and every shape is right.
 
-        What the source does not have of the text begins as in a new network (Eq. 19): silent, if nothing is there.
+        Text weights that the source lacks are initialised as in a new network (Eq. 19), without effect if all are new.
         """
         left = sorted(self.source.weights.keys() - self.consumed - self.dropped.keys())
         if left:
@@ -127,7 +127,7 @@ def _new_weight(name: str, shape: torch.Size, generator: torch.Generator) -> tup
 
 @dataclass(frozen=True, eq=False)
 class Converted:
-    """A network made of a checkpoint, and everything that is known of where it came from."""
+    """A network converted from a checkpoint, and its full provenance."""
 
     network: DiT | Router
     ledger: Ledger
@@ -141,7 +141,7 @@ class Converted:
 
     @property
     def init(self) -> dict[str, Any]:
-        """Returns what travels with every expert that starts from it."""
+        """Returns the provenance that is recorded in every expert initialised from it."""
         source = self.ledger.source
         origin = {"source": source.path.name, "sha256": source.sha256, "format": self.format}
         return origin if self.label is None else {**origin, "label": self.label}
@@ -173,7 +173,7 @@ class Converted:
 
 
 def start(source: Source, options: Options, format: Format) -> tuple[Ledger, TrunkConfig]:
-    """Applies the format's table; reads the sizes off the weights, and what these do not tell off the config."""
+    """Applies the format's table; infers sizes from the weights, and the rest from the config."""
     ledger, config = Ledger(source), source.config
     depth = next(i for i in count(1) if format.marks[1].replace(".0.", f".{i}.") not in source.weights)
     ledger.apply(format.table, depth)
@@ -208,7 +208,7 @@ def _first(*values: Any) -> Any:
 
 
 def take_positions(ledger: Ledger, trunk: TrunkConfig, step: float | None = None) -> None:
-    """Puts in the sines and cosines: the file's, or where it has none of this size, computed `step` apart."""
+    """Sets the position embeddings: the file's, or if it has none of this size, sines and cosines `step` apart."""
     positions = ledger.source.weights.get("pos_embed")
     if positions is not None and trunk.input_size == ledger.source_size:
         ledger.weights["positions"] = ledger.take("pos_embed").flatten(0, -2)
@@ -221,16 +221,16 @@ def take_positions(ledger: Ledger, trunk: TrunkConfig, step: float | None = None
 
 
 def spacing_of(positions: Tensor, within: float = 0.01) -> float | None:
-    """Returns how far apart the places are whose sines and cosines positions[N, d] are; None if they are no such.
+    """Returns the grid spacing of sinusoidal position embeddings[N, d]; None if they are not sinusoidal.
 
-    The angle between neighbours is the spacing times a frequency. That of a slow wave tells it roughly and without
-    doubt; that of the fastest wave, and then of the places farthest apart, tell it exactly, up to whole turns.
+    The angle between neighbours is the spacing times a frequency. A slow wave gives a rough but unambiguous estimate;
+    the fastest wave, and then the positions farthest apart, give precise ones up to whole turns.
     """
     num, width = positions.shape
     side, quarter = math.isqrt(num), width // 4
     if side**2 != num or width % 4 or not width:
         return None
-    waves = positions[:side, : 2 * quarter].double()  # those of the columns, along the first row
+    waves = positions[:side, : 2 * quarter].double()  # the column embeddings along the first row
     turned = torch.complex(waves[:, quarter:], waves[:, :quarter])
     step = 0.0 if side > 1 else 1.0
     slow = min(quarter // 4, quarter - 1)  # a tenth as fast as the fastest
@@ -238,7 +238,7 @@ def spacing_of(positions: Tensor, within: float = 0.01) -> float | None:
         pace = far / 10_000 ** (wave / quarter)
         angle = float(torch.angle((turned[far:, wave] * turned[:-far, wave].conj()).mean()))
         step = (angle + 2 * math.pi * round((step * pace - angle) / (2 * math.pi))) / pace
-    rounded = torch.finfo(positions.dtype).eps  # half precision blurs what is a simple fraction
+    rounded = torch.finfo(positions.dtype).eps  # half precision hides that it is a simple fraction
     whole = float(Fraction(step).limit_denominator(16))
     step = whole if abs(whole - step) < 4 * rounded / side else step
     same = step > 0 and torch.allclose(positions.float(), sincos_positions(width, side, step), rtol=0, atol=within)

@@ -1,13 +1,13 @@
-"""DiT's modulation, a map of the time for every block, in AdaLN-Single, which has one for all blocks and a table each.
+"""Fits AdaLN-Single (one map of the time for all blocks, and a table each) to DiT's modulation (a map for each block).
 
 DiT:   M_b(t) = W_b SiLU(c(t)) + b_b in block b, and W_o SiLU(c(t)) + b_o at the output, where c is time plus class.
 Ours:  W SiLU(tau(t)) + b + E_b, and tau(t) + O at the output, with the same tau(t) for its shift and its scale.
 
-What varies in time must be the same for all blocks, but each channel of a block can be scaled: (1 + scale, shift) by
-r if the columns of the layer behind the norm take the r, a gate if the rows of the layer before it do. So for
-each channel the curves of all blocks are approximated by one curve with a factor a block, the best of which is the
-first singular vector. And since only L (shift), L the output layer with few rows, is ever seen of the last shift, tau
-can follow the last scale and serve the shift as well. docs/convert.md has the figures.
+The time-varying part must be the same for all blocks, but each channel of a block can be rescaled: (1 + scale, shift)
+by absorbing a factor into the columns of the layer after the norm, a gate by absorbing it into the rows of the layer
+before it. So for each channel, the curves of all blocks are approximated by one curve times a factor per block; the
+best factors are the first singular vector. And since the last shift only acts through the output layer L, which has
+few rows, tau can follow the last scale and serve the shift as well. docs/convert.md has the figures.
 """
 
 import math
@@ -23,18 +23,18 @@ from atoll.errors import InputError
 from atoll.networks.dit import frequencies
 
 NUM_TIMES = 500
-LARGEST = 4.0  # of the factors, and one over the smallest
+LARGEST = 4.0  # bound on the factors and their inverses
 ROUNDS = 6
 RIDGES = tuple(10.0**-power for power in range(3, 13))  # of the largest singular value, squared
-ALLOWED = 0.05  # of what is fitted: so much may be lost for weights as small as the source's
-KEEP = 0.01  # how strongly tau is held to the source's, against what the output layer asks of it
+ALLOWED = 0.05  # relative error accepted in exchange for weights as small as the source's
+KEEP = 0.01  # weight for keeping tau near the source's, relative to fitting the output layer
 GROUPS = ((0, 1), (2,), (3, 4), (5,))  # shift and scale of attention, its gate, those of the MLP, its gate
 SCALES = (1, 4)
 PIXART_TIME = 500 / 999  # where PixArt-alpha matches the modulation of the DiT it starts from
 
 
 class TimeMLP(NamedTuple):
-    """t -> c(t), of which the class's embedding is a part: in the last bias."""
+    """Maps t to c(t); the class embedding is included in the last bias."""
 
     first: Layer
     second: Layer
@@ -54,20 +54,20 @@ class TimeMLP(NamedTuple):
 
 
 class Single(NamedTuple):
-    """AdaLN-Single: what takes the place of the blocks' maps, and how far it is from them."""
+    """The fitted AdaLN-Single, and its residual."""
 
     second: Layer  # of the time's MLP
     shared: Layer
     tables: Tensor  # [blocks, 6, d]
     out: Tensor  # [2, d]
     factors: Tensor  # [blocks, 4, d]: of GROUPS
-    residual: list[float]  # by block: of the modulation, relative to it
+    residual: list[float]  # relative error of the modulation, per block
 
 
 def fit_single(times: Sequence[TimeMLP], maps: Sequence[Layer], last: Layer, out: Tensor, how: str = "curve") -> Single:
-    """Fits each block's time MLP and map and the output's map, which the output layer's weight[p p C, d] sees.
+    """Fits to each block's time MLP and map, and to the output's map, which acts through `out`[p p C, d].
 
-    `how`: "curve" as above, "mean" without factors, "point" equal to the source at t = 500/999, as PixArt-alpha began.
+    `how`: "curve" as above, "mean" without factors, "point" exact at t = 500/999, as for PixArt-alpha's initialisation.
     """
     t = torch.linspace(0, 1, NUM_TIMES, dtype=torch.float64)
     point = int(torch.argmin((t - PIXART_TIME).abs()))
@@ -75,15 +75,15 @@ def fit_single(times: Sequence[TimeMLP], maps: Sequence[Layer], last: Layer, out
         t[point] = PIXART_TIME  # the step 500 itself, not the nearest of these times
 
     def centre(curve: Tensor) -> Tensor:
-        """Returns what the tables take up: the value at the point, or the mean over times, which come first."""
+        """Returns the part for the tables: the value at the point, or the mean over times (dimension 0)."""
         return curve[point].clone() if how == "point" else curve.mean(0)
 
     depth, width = len(times), len(times[0].second.bias)
     curves = torch.stack([layer(F.silu(mlp(t))) for mlp, layer in zip(times, maps, strict=True)])
     curves = curves.unflatten(2, (6, width))  # [blocks, T, 6, d]
-    curves[:, :, SCALES] += 1  # what is multiplied is 1 + scale
+    curves[:, :, SCALES] += 1  # factors apply to 1 + scale
     levels = torch.stack([centre(curve) for curve in curves])  # [blocks, 6, d]
-    curves -= levels[:, None]  # now what varies
+    curves -= levels[:, None]  # the time-varying part
     factors = torch.ones(depth, 4, width)
     shared = torch.empty(NUM_TIMES, 6, width)
     for number, group in enumerate(GROUPS):
@@ -118,7 +118,7 @@ def best_factors(curves: Tensor) -> tuple[Tensor, Tensor]:
     and the blocks' curves[blocks, T, k, d]; no factor beyond LARGEST."""
     depth = len(curves)
     by_channel = curves.permute(3, 0, 1, 2).flatten(2)  # [d, blocks, T k]
-    gram = (by_channel @ by_channel.mT).double()  # all that the factors depend on
+    gram = (by_channel @ by_channel.mT).double()  # sufficient for the factors
     factor = torch.linalg.eigh(gram)[1][..., -1] * math.sqrt(depth)  # [d, blocks]
     for _ in range(ROUNDS):
         factor = _bounded(torch.where(factor.sum(1, keepdim=True) < 0, -factor, factor))
@@ -136,10 +136,10 @@ def _bounded(factor: Tensor) -> Tensor:
 
 
 def follow_output(two: Tensor, out: Tensor, tau: Tensor) -> Tensor:
-    """Returns the tau(t)[T, d] that serves the output's shift and scale, two[T, 2, d], best, near the given one.
+    """Returns the tau(t)[T, d] that best serves as the output's shift and scale, two[T, 2, d], near the given tau.
 
-    Of a shift only L shift is seen, of a scale in channel j about |L_j| of it; so |L (x - shift)|^2 + sum_j |L_j|^2
-    (x_j - scale_j)^2 + k (x_j - tau_j)^2 is least, all of them without their means, which the table O takes up.
+    A shift acts only through L shift, a scale in channel j about in proportion to |L_j|; so this minimises
+    |L (x - shift)|^2 + sum_j |L_j|^2 (x_j - scale_j)^2 + k (x_j - tau_j)^2, without the means, which table O absorbs.
     """
     shift, scale = (part - part.mean(0) for part in two.double().unbind(1))
     off, rows = tau.double() - tau.double().mean(0), out.double()
@@ -153,7 +153,7 @@ def follow_output(two: Tensor, out: Tensor, tau: Tensor) -> Tensor:
 
 
 def fit_linear(x: Tensor, y: Tensor, allowed: float = ALLOWED) -> Layer:
-    """Returns the layer that takes x[T, d] to y[T, n], by ridge regression with the smallest weights that will do."""
+    """Returns the layer that maps x[T, d] to y[T, n], by ridge regression with the smallest sufficient weights."""
     if not (bool(torch.isfinite(x).all()) and bool(torch.isfinite(y).all())):
         raise InputError("the checkpoint's modulation is not finite: its weights are far too large, give another")
     centre, level = x.double().mean(0), y.double().mean(0)

@@ -1,5 +1,5 @@
-"""Paris: expert folders, whose architecture ours is, and its router. The key names are those that a public port reads;
-its layer norms are taken to have our epsilon, and the router's head to be linear, GELU, norm, GELU, linear."""
+"""Converts Paris: expert folders, which have Atoll's architecture, and its router. Key names are from a public port;
+layer norms are assumed to have Atoll's epsilon, and the router's head to be linear, GELU, norm, GELU, linear."""
 
 from dataclasses import asdict
 
@@ -32,7 +32,7 @@ def convert_paris(source: Source, options: Options, format: Format) -> Converted
     if options.text_dim not in (None, text_dim):
         raise InputError(f"{source.path} reads text {text_dim} wide, which cannot be changed to {options.text_dim}")
     for cross in (f"blocks.{i}.cross" for i in range(trunk.depth)):
-        for part in ("weight", "bias"):  # nn.MultiheadAttention has queries, keys and values in one
+        for part in ("weight", "bias"):  # nn.MultiheadAttention fuses queries, keys and values
             q, k_v = weights.pop(f"{cross}.qkv.{part}").tensor_split([trunk.hidden_size])
             weights |= {f"{cross}.q.{part}": q, f"{cross}.kv.{part}": k_v}
     network = ledger.build(DiT, DiTConfig(**{**asdict(trunk), "text_dim": text_dim}))
@@ -41,7 +41,7 @@ def convert_paris(source: Source, options: Options, format: Format) -> Converted
 
 
 def _objective(source: Source, options: Options) -> tuple[Objective, str]:
-    """Returns the objective and a note: as asked for, as its config says, or flow matching, as it is sampled."""
+    """Returns the objective and a note: from the options, from its config, or flow matching, as Paris is sampled."""
     if options.objective is not None:
         return get_objective(options.objective), f"objective {options.objective}, as asked for"
     keys = ("objective", "training_objective", "prediction_type", "objective_type")

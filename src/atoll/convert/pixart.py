@@ -1,4 +1,4 @@
-"""PixArt-alpha, whose architecture ours is: its own .pth files, and diffusers' PixArtTransformer2DModel."""
+"""Converts PixArt-alpha, which has Atoll's architecture: its .pth files, and diffusers' PixArtTransformer2DModel."""
 
 from dataclasses import asdict
 
@@ -15,14 +15,14 @@ from atoll.networks.dit import DiT, DiTConfig, TrunkConfig, frequencies
 from atoll.networks.published import Source
 
 LICENSE = "openrail++ (CreativeML Open RAIL++-M)"
-PIXELS = 8  # of the autoencoder, a side of a latent's place
-TRAINED_SIDE = 32  # units: 32 x 32 places for 512 pixels, and 64 x 64 that are half a unit apart for 1024
+PIXELS = 8  # of the autoencoder, per side of a latent position
+TRAINED_SIDE = 32  # units: 32 x 32 positions for 512 pixels, and 64 x 64 positions half a unit apart for 1024
 OBJECTIVE = Objective(Prediction.EPS, "ddpm")
 NULL = "y_embedder.y_embedding"
 
 
 def convert_pixart(source: Source, options: Options, format: Format) -> Converted:
-    """Returns an expert with an MLP for the text, exactly the source."""
+    """Returns an expert with an MLP for the text, exactly equivalent to the source."""
     ledger, trunk = start(source, options, format)
     notes = []
     text_dim = ledger.weights["text_embed.0.weight"].shape[-1]
@@ -47,7 +47,7 @@ def convert_pixart(source: Source, options: Options, format: Format) -> Converte
 
 
 def _fix_size(ledger: Ledger, pixels: float) -> None:
-    """Adds what a model sees of the image's size, which is a constant, to the last bias of the time MLP."""
+    """Adds the embedding of the image size, a constant, to the last bias of the time MLP."""
     answers: list[Tensor] = []
     for name, values in (("resolution", [pixels, pixels]), ("aspect_ratio", [1.0])):
         first, second = ledger.pop_layer(f"{name}.0"), ledger.pop_layer(f"{name}.2")
@@ -58,9 +58,9 @@ def _fix_size(ledger: Ledger, pixels: float) -> None:
 
 
 def _spacing(ledger: Ledger, trunk: TrunkConfig, sees_size: bool) -> float:
-    """Returns how far apart places are: those of training, drawn out or pressed together to the size asked for."""
+    """Returns the spacing of positions: that of training, stretched or compressed to the requested size."""
     source, drawn_out = ledger.source, ledger.source_size / trunk.input_size
-    if source.config:  # as diffusers has it
+    if source.config:  # as in diffusers
         scale = source.config.get("interpolation_scale") or max(ledger.source_size // 64, 1)
         if type(scale) not in (int, float) or not 1e-3 <= scale <= 1e3:
             raise InputError(
@@ -68,7 +68,7 @@ def _spacing(ledger: Ledger, trunk: TrunkConfig, sees_size: bool) -> float:
             )
         return drawn_out / scale
     if "pos_embed" not in source.weights:
-        # The models for many sizes, which see the size, were trained on 32 units a side; the others on whole units.
+        # Multi-size models, which embed the size, were trained on 32 units per side; the others on whole units.
         return TRAINED_SIDE * trunk.patch_size / trunk.input_size if sees_size else 1.0
     step = spacing_of(source.weights["pos_embed"].flatten(0, -2)) if drawn_out != 1 else 1.0  # else it is copied
     if step is None:

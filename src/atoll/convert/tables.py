@@ -1,8 +1,8 @@
-"""Which weights of the network are which of a published checkpoint's: one table per format.
+"""Key mappings from published checkpoints to the network's weights: one table per format.
 
-A table maps a linear layer (or a parameter) of the network to layers of the source, which are joined by rows; {i}
-stands for a block's number. What is not simply copied has names that no network has (a time MLP in each block,
-`classes`, `cross.qkv`, `resolution`): the converter of the format takes these out again.
+A table maps a linear layer (or a parameter) of the network to layers of the source, which are concatenated by rows;
+{i} is a block's number. Weights that are not simply copied get names that no network has (a time MLP in each block,
+`classes`, `cross.qkv`, `resolution`); the format's converter removes these.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,17 +14,17 @@ PARAMETERS = {"positions", "class_token", "out_modulation", "blocks.{i}.modulati
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """How a kind of checkpoint is recognised, and what of it is copied."""
+    """How a checkpoint format is recognised, and which of its weights are copied."""
 
     name: str
-    marks: tuple[str, str]  # keys that no other format has together; the second, of block 0, tells how many there are
+    marks: tuple[str, str]  # keys that only this format has together; the second, of block 0, is used to count blocks
     table: Table
-    sizes: Table = field(default_factory=dict)  # what the 1024-pixel PixArt-alpha sees of the image's size
+    sizes: Table = field(default_factory=dict)  # the image size embedding of the 1024-pixel PixArt-alpha
     frequency_shift: int = 0
 
 
 def expand(table: Table, depth: int) -> Iterator[tuple[str, list[str]]]:
-    """Yields each weight of the network with its sources, for every block if it is a part of one."""
+    """Yields each weight of the network with its sources, for every block if it belongs to one."""
     for target, names in table.items():
         for part in ("",) if target in PARAMETERS else (".weight", ".bias"):
             # torch's nn.MultiheadAttention has in_proj_weight and in_proj_bias.

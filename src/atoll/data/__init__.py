@@ -1,1 +1,1 @@
-"""From images and captions to shards: sources, codecs, text, features, and the built-in data sets."""
+"""Data preparation, from images and captions to shards: sources, filters, encoding, and the built-in data sets."""

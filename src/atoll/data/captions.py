@@ -1,12 +1,12 @@
-"""Captions of a folder of images, in the files that people keep them in.
+"""Reads the captions of a folder of images from the usual file formats.
 
     metadata.jsonl / .csv / .parquet    file_name and a caption in each row (Hugging Face's ImageFolder)
     captions.txt / .csv, results.csv    image,caption or image_name|comment_number|comment (Flickr8k, Flickr30k)
     Flickr8k.token.txt                  NAME.jpg#0, a tab, a caption (and results_20130124.token of Flickr30k)
     captions_*.json                     COCO's, also in the folder annotations/
 
-Several rows of one image are several captions of it. A name in such a file is only looked up among the images that were
-found in its folder: nothing is opened because a row says so.
+Several rows for one image are several captions. A name in such a file is only looked up among the images that were
+found in its folder; no file is opened because a row names it.
 """
 
 import csv
@@ -30,23 +30,23 @@ CAPTION_KEYS = ("caption", "text", "TEXT", "prompt", "description", "comment")
 FILE_KEYS = ("file_name", "filename", "image", "image_name", "file")
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 LISTS = ("captions.txt", "captions.csv", "results.csv", "Flickr8k.token.txt", "results_20130124.token")
-MAX_CAPTIONS = 16  # per image; what comes after them is left out
-MAX_CAPTION = 10_000  # characters; what comes after them is cut off
+MAX_CAPTIONS = 16  # per image; further ones are ignored
+MAX_CAPTION = 10_000  # characters; longer captions are truncated
 MAX_LINE = 1 << 20  # characters
 MAX_METADATA = 1 << 30  # bytes of a file that is read line by line: names and captions are held in memory
 MAX_COCO = 128 << 20  # bytes: COCO's own have 92 MB
 MAX_ROWS = 20_000_000
-MAX_BAD_ROWS = 100  # that are told one by one
+MAX_BAD_ROWS = 100  # reported individually
 
 Texts = tuple[str, ...]
 
 
 @dataclass
 class CaptionFile:
-    """What one file says of the images in its folder and below."""
+    """The captions that one file has for the images in its folder and below."""
 
     path: Path
-    loose: bool  # whether its names are those of files in whatever folder below
+    loose: bool  # whether its names match files in any folder below
     captions: dict[str, Texts] = field(default_factory=dict)
     bad_rows: list[int] = field(default_factory=list)  # numbers of rows without a name or a caption
     num_bad_rows: int = 0
@@ -54,7 +54,7 @@ class CaptionFile:
     _used: set[str] = field(default_factory=set)
 
     def add(self, number: int, name: object, texts: Texts) -> None:
-        """Takes a row, the first of which is 1."""
+        """Adds a row; numbers begin at 1."""
         if number > MAX_ROWS:
             raise OSError(errno.EFBIG, f"it has more than {MAX_ROWS:,} rows")
         if isinstance(name, str) and name and texts:
@@ -66,7 +66,7 @@ class CaptionFile:
                 self.bad_rows.append(number)
 
     def find(self, image: PurePosixPath) -> Texts | None:
-        """Returns the captions of an image, whose path is relative to the folder of the file."""
+        """Returns the captions of an image, given by its path relative to the file's folder."""
         key = str(image)
         if key not in self.captions and self.loose:
             key = image.name
@@ -76,7 +76,7 @@ class CaptionFile:
         return self.captions[key]
 
     def faults(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the file itself, as (a name for it, the fault)."""
+        """Yields problems of the file itself, as (name, fault)."""
         name = self.path.name
         if self.fault:
             yield name, self.fault
@@ -86,7 +86,7 @@ class CaptionFile:
             yield f"{self.path.stem}, more rows", f"{plural(more, 'more row')} of {name} without file name or caption"
 
     def leftover(self) -> Iterator[tuple[str, str]]:
-        """Yields one fault for all names that no image was found for, once all images were looked up."""
+        """Yields one fault for all names without an image; call it after all images were looked up."""
         missing = [name for name in self.captions if name not in self._used]
         if missing:
             files = plural(len(missing), "file")
@@ -95,7 +95,7 @@ class CaptionFile:
 
 
 def caption_columns(names: Sequence[str], column: str | None = None) -> list[str]:
-    """Returns which of some columns hold the captions: the one that was asked for, or the first that is known.
+    """Returns the columns that hold captions: `column` if given, otherwise the first known name.
 
     If there is none, caption_0, caption_1 and so on are one caption each.
     """
@@ -107,7 +107,7 @@ def caption_columns(names: Sequence[str], column: str | None = None) -> list[str
 
 
 def captions_in(row: object, column: str | None = None) -> Texts:
-    """Returns the captions of a table of keys and values; a blank one only if there is no other."""
+    """Returns the captions in a dictionary; a blank one only if there is no other."""
     texts = {key: texts_of(value) for key, value in row.items()} if isinstance(row, dict) else {}
     full = [key for key, some in texts.items() if any(map(str.strip, some))]
     names = caption_columns(full, column) or caption_columns([key for key, some in texts.items() if some], column)
@@ -115,13 +115,13 @@ def captions_in(row: object, column: str | None = None) -> Texts:
 
 
 def texts_of(value: object) -> Texts:
-    """Returns a text, or the texts of a list."""
+    """Returns the captions in a value: a string, or a list of strings."""
     values = value if isinstance(value, list) else [value]
     return tuple(text[:MAX_CAPTION] for text in values[: 4 * MAX_CAPTIONS] if isinstance(text, str))[:MAX_CAPTIONS]
 
 
 def note_choice(path: Path, names: Iterable[str], column: str | None) -> None:
-    """Warns if captions could also have been those of another column."""
+    """Warns if another column could also hold the captions."""
     known = [key for key in CAPTION_KEYS if key in set(names)]
     if column is None and len(known) > 1:
         rest = " and ".join(known[1:])
@@ -132,13 +132,13 @@ def note_choice(path: Path, names: Iterable[str], column: str | None) -> None:
 
 
 def read_caption_files(folder: Path, names: Sequence[str], root: Path, column: str | None) -> list[CaptionFile]:
-    """Returns what the caption files of a folder say, in which there are files of these names."""
+    """Returns the parsed caption files of a folder; `names` are the names of all its files."""
     known = [name for name in METADATA if name in names]
     if len(known) > 1:
         warnings.warn(f"{folder.name} has {' and '.join(known)}: {known[0]} is taken", stacklevel=2)
     places = [folder / name for name in known[:1]]
     places += [folder / name for name in LISTS if name in names]
-    if folder.name != "annotations" or folder == root:  # else they are read with the folder above, which has the images
+    if folder.name != "annotations" or folder == root:  # else read with the parent folder, which has the images
         places += sorted(folder / name for name in names if name.startswith("captions_") and name.endswith(".json"))
     annotations = folder / "annotations"
     if annotations.is_dir() and not annotations.is_symlink():
@@ -148,12 +148,12 @@ def read_caption_files(folder: Path, names: Sequence[str], root: Path, column: s
 
 
 def _is_sidecar(path: Path) -> bool:
-    """Whether it is the caption of the one image that has its name."""
+    """Returns whether the file is the caption of a single image of the same name."""
     return path.suffix == ".txt" and any(path.with_suffix(end).exists() for end in (".jpg", ".jpeg", ".png", ".webp"))
 
 
 def _read(path: Path, root: Path, column: str | None) -> CaptionFile | None:
-    """Reads one file; None if it is of another kind than its name promises."""
+    """Reads one file; returns None if its content is not what its name suggests."""
     file = CaptionFile(path, loose=path.name not in METADATA)
     try:
         if path.suffix == ".parquet":
@@ -188,7 +188,7 @@ def _read(path: Path, root: Path, column: str | None) -> CaptionFile | None:
 
 
 def _lines(file: TextIOWrapper) -> Iterator[str]:
-    """Yields the lines that are not blank."""
+    """Yields the non-blank lines."""
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             raise OSError(errno.EFBIG, f"a line is longer than {MAX_LINE:,} characters")
@@ -216,10 +216,10 @@ def _no_columns(names: Sequence[str]) -> str:
 
 
 def _read_csv(file: CaptionFile, lines: Iterator[str], column: str | None) -> bool:
-    """Reads a table whose first line names its columns; returns False for one that is no list of captions."""
+    """Reads a table whose first line names its columns; returns False if it is not a list of captions."""
     first = next(lines, "")
     mark = max(",|\t;", key=first.count)
-    # Captions between bars may begin with a quote that is theirs.
+    # In bar-separated files a leading quote is part of the caption.
     rows = csv.reader(
         chain([first], lines), delimiter=mark, quoting=csv.QUOTE_MINIMAL if mark in ",;" else csv.QUOTE_NONE
     )
@@ -235,7 +235,7 @@ def _read_csv(file: CaptionFile, lines: Iterator[str], column: str | None) -> bo
     note_choice(file.path, names, column)
     for number, cells in enumerate(rows, 1):
         head, rest = cells[: len(names) - 1], cells[len(names) - 1 :]
-        row = dict(zip(names, [*head, mark.join(rest)] if rest else head, strict=False))  # a mark that nobody quoted
+        row = dict(zip(names, [*head, mark.join(rest)] if rest else head, strict=False))  # an unquoted delimiter
         file.add(number, _name_in(row), captions_in(row, column))
     return True
 
@@ -260,7 +260,7 @@ def _read_coco(file: CaptionFile, content: str, column: str | None) -> None:
     captions: dict[int | str, Texts] = {}
 
     def take(entry: dict[str, object]) -> None:
-        """Keeps what is needed of an object once it is read: as one of Python it takes twenty times its text."""
+        """Keeps only the needed fields of each parsed object: as a Python object it takes twenty times its text."""
         match entry:
             case {"image_id": int() | str() as image}:
                 captions[image] = (*captions.get(image, ()), *captions_in(entry, column))[:MAX_CAPTIONS]

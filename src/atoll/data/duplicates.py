@@ -1,4 +1,4 @@
-"""Which images have been seen before, exactly or nearly, in about 300 bytes per image."""
+"""Finds exact and near duplicates, using about 300 bytes of memory per image."""
 
 from array import array
 from collections import defaultdict
@@ -7,13 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 BANDS, BAND_BITS = 4, 16
-MAX_DIFFERENT_BITS = 8  # of 64; two likenesses that differ in at most 3 are sure to agree in one of four bands
-MAX_DIFFERENCE = 4.0  # mean difference of two thumbs, of 255
-MAX_CANDIDATES = 256  # per band, the newest: keeps low-entropy data from costing quadratic time
+MAX_DIFFERENT_BITS = 8  # of 64; two hashes that differ in at most 3 bits are sure to agree in one of four bands
+MAX_DIFFERENCE = 4.0  # mean difference of two thumbnails, out of 255
+MAX_CANDIDATES = 256  # per band, the most recent: avoids quadratic time on low-entropy data
 
 
 class Duplicates:
-    """Images by digest (exact) and, if `near`, by likeness and thumb (copies rescaled or compressed anew)."""
+    """An index of images by digest (exact) and, if `near`, by perceptual hash and thumbnail (rescaled or recompressed
+    copies)."""
 
     def __init__(self, near: bool) -> None:
         self.near = near
@@ -22,7 +23,7 @@ class Duplicates:
         self._rows: defaultdict[tuple[int, int], array[int]] = defaultdict(lambda: array("i"))  # by (band, its bits)
 
     def find(self, digest: bytes, likeness: int, thumb: NDArray[np.uint8]) -> str:
-        """Returns "exact duplicate", "near duplicate", or "" for an image that was not seen yet."""
+        """Returns "exact duplicate", "near duplicate", or "" for a new image."""
         if _name(digest) in self._digests:
             return "exact duplicate"
         return "near duplicate" if self.near and self._has_near(likeness, thumb) else ""

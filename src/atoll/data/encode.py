@@ -1,4 +1,4 @@
-"""From images and captions to the columns of a shard, in this process or in others: codec, text encoder, features."""
+"""Encodes images and captions as the columns of a shard (codec, text encoder, features), here or in other processes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +28,13 @@ from atoll.tensors import get_device
 Row = tuple[Item, CroppedImage]
 Columns = dict[str, NDArray[Any]]
 Encoded = tuple[list[Sample], Columns]
-"""What became of some items, the images without their pixels, and the columns of those that have one."""
+"""The samples of some items, with the pixels removed, and the columns of those that have an image."""
 
 
 class Map(Protocol):
-    """Yields function(value) of each value in order, computed in other processes, perhaps of other machines.
+    """Yields function(value) for each value in order, computed in other processes, possibly on other machines.
 
-    `then` is called with what the function returns, perhaps elsewhere: where there is a GPU.
+    `then` is called with the function's result, possibly on another machine that has a GPU.
     """
 
     def __call__(
@@ -47,18 +47,18 @@ class Map(Protocol):
 
 
 class Encoders(NamedTuple):
-    """What makes numbers of images and captions."""
+    """The frozen networks that encode images and captions."""
 
     codec: Codec
     text: TextEncoder
     features: Features
     device: torch.device
-    num_captions: int = 1  # the most that an image has
+    num_captions: int = 1  # maximum per image
     flip: bool = False
 
     @property
     def slow(self) -> bool:
-        """Whether an image takes about a second: networks on a CPU, which take images one by one in any case."""
+        """Returns whether an image takes about a second: networks on a CPU, which process images one by one anyway."""
         return self.device.type == "cpu" and (isinstance(self.codec, VAE) or not isinstance(self.features, Simple))
 
     def encode(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
@@ -82,7 +82,7 @@ class Encoders(NamedTuple):
         return {name: column.cpu().numpy() for name, column in columns.items()}
 
     def _more_captions(self, captions: Sequence[Sequence[str]]) -> dict[str, Tensor]:
-        """Returns how many captions each image has, and the tokens of all but the first: [B, num_captions - 1, L]."""
+        """Returns each image's number of captions, and the tokens of all but the first: [B, num_captions - 1, L]."""
         tokens = torch.zeros(len(captions), self.num_captions - 1, self.text.max_length, dtype=torch.int32)
         present = torch.tensor([[i < len(more) for i in range(self.num_captions - 1)] for more in captions])
         tokens[present] = self.text.tokenize([caption for more in captions for caption in more]).to(torch.int32)
@@ -91,7 +91,7 @@ class Encoders(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadItems:
-    """Reads the images of items in whatever process sees them."""
+    """Reads the images of items, in any process that can access them."""
 
     transform: Transform
 
@@ -107,9 +107,9 @@ class ReadItems:
 
 @dataclass(frozen=True)
 class EncodeSamples:
-    """Encodes images in whatever process, which keeps what it has loaded for the next of them.
+    """Encodes images in any process, which keeps the loaded networks for further calls.
 
-    It carries the codec's files, which a machine elsewhere does not have: as arrays, since Ray shares these between
+    It carries the codec's files, since another machine may not have them: as arrays, which Ray shares between
     processes without a copy.
     """
 
@@ -117,11 +117,11 @@ class EncodeSamples:
     num_captions: int
     device: str
     files: Mapping[str, NDArray[np.uint8]]  # of the codec
-    key: str  # names this run
+    key: str  # identifies this run
 
     @classmethod
     def of(cls, folder: Path, **values: Any) -> "EncodeSamples":
-        """Returns one with the codec that is in a folder."""
+        """Returns an instance with the codec in a folder."""
         paths = [path for path in sorted((folder / "vae").rglob("*")) if path.is_file()]
         return cls(files={str(path.relative_to(folder)): np.fromfile(path, np.uint8) for path in paths}, **values)
 
@@ -147,11 +147,11 @@ class EncodeSamples:
         return _loaded[self.key]
 
 
-_loaded: dict[str, Encoders] = {}  # of the run that this process last worked for
+_loaded: dict[str, Encoders] = {}  # of this process's most recent run
 
 
 def _tells_left_from_right(item: Item) -> bool:
-    """Whether a caption would be wrong of the mirrored image."""
+    """Returns whether a caption would be wrong for the mirrored image."""
     return any(re.search(r"\b(left|right)\b", text, re.IGNORECASE) for text in (item.caption or "", *item.more))
 
 

@@ -1,6 +1,6 @@
-"""One image from bytes to a square of pixels, with what is needed to filter, split and find duplicates.
+"""Decodes an image to a square of pixels, with hashes for filtering, splitting and finding duplicates.
 
-Nothing here needs torch, so that worker processes start quickly.
+Does not import torch, so that worker processes start quickly.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from PIL import Image, ImageOps
 
 from atoll.errors import printable
 
-DETAIL = 32  # pixels of the shorter side, at which detail is looked for
-MAX_PIXELS = 250_000_000  # an image of more is refused unread: it would take a gigabyte to look at
-Image.MAX_IMAGE_PIXELS = None  # ours is checked first, from the header
-# What a file is, is read from its bytes, whatever its name says: not all of the 40 formats that PIL can read, some of
-# which start other programs (EPS: Ghostscript). AVIF is not in every build of PIL.
+DETAIL = 32  # pixels of the shorter side, for measuring detail
+MAX_PIXELS = 250_000_000  # larger images are rejected unread: decoding would take a gigabyte
+Image.MAX_IMAGE_PIXELS = None  # our own limit is checked first, from the header
+# The format is read from the file's bytes, not its name. Only some of PIL's 40 formats are allowed, since others start
+# external programs (EPS: Ghostscript). AVIF is not in every build of PIL.
 Image.init()
 _USUAL = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA", "QOI")
 LANCZOS = Image.Resampling.LANCZOS
@@ -29,13 +29,13 @@ FORMATS: list[str] = [name for name in _USUAL if name in Image.OPEN]
 
 @dataclass(frozen=True)
 class Transform:
-    """How an image becomes size x size pixels, and which images are not worth it."""
+    """How an image is scaled and cropped to size x size pixels, and which images are rejected."""
 
     size: int
     min_side: int  # the shorter side, in pixels
     max_aspect: float = 4.0  # longer side / shorter side: a centre crop of a banner shows little of it
-    min_contrast: float = 2.0  # standard deviation of the pixels of a channel, of 255: less is a blank page
-    feature_size: int = 0  # features are taken from the image at this size, if that is larger
+    min_contrast: float = 2.0  # standard deviation of a channel's pixels, out of 255: less is a blank page
+    feature_size: int = 0  # features are computed from the image at this size, if it is larger
     smart_crop: bool = False  # the part with most detail, not the centre
 
 
@@ -43,19 +43,19 @@ class CroppedImage(NamedTuple):
     """An image that passed the filters."""
 
     pixels: NDArray[np.uint8]  # [size, size, 3]
-    digest: bytes  # 16 bytes that name the pixels
+    digest: bytes  # 16-byte hash of the pixels
     thumb: NDArray[np.uint8]  # [8, 8, 3]
-    likeness: int  # 64 bits that are nearly equal for nearly equal images
-    origin: bytes  # 16 bytes that name what it was made of, whatever the size it is made
+    likeness: int  # 64-bit perceptual hash
+    origin: bytes  # 16-byte hash of the original content, independent of `size`
     large: NDArray[np.uint8] | None = None  # [feature_size, feature_size, 3], if that is larger than size
 
 
 class Rejected(Exception):
-    """Why an image did not pass, in a few words."""
+    """The reason why an image was rejected, in a few words."""
 
 
 def read_image(source: bytes | Image.Image, transform: Transform) -> CroppedImage:
-    """Decodes, turns upright, makes RGB, filters, scales and crops."""
+    """Decodes an image, rotates it upright, converts it to RGB, filters, scales and crops it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # damaged metadata of a good image
@@ -68,7 +68,7 @@ def read_image(source: bytes | Image.Image, transform: Transform) -> CroppedImag
             sides = dict.fromkeys((transform.size, side))  # one or two
             centre = detailed_part(whole) if transform.smart_crop else (0.5, 0.5)
             pixels, *large = (np.asarray(ImageOps.fit(whole, (n, n), LANCZOS, centering=centre)) for n in sides)
-            origin = _name(lossy or whole.tobytes())  # copies without loss have one name
+            origin = _name(lossy or whole.tobytes())  # lossless copies have the same hash
     except Rejected:
         raise
     except Exception as error:  # PIL raises almost anything on damaged files
@@ -96,7 +96,7 @@ def check_shape(image: Image.Image, transform: Transform) -> None:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Returns the image as it is to be looked at, in RGB."""
+    """Returns the image in RGB, rotated according to EXIF."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
         deep = np.asarray(image).astype(np.float64)
@@ -110,10 +110,10 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def detailed_part(image: Image.Image) -> tuple[float, float]:
-    """Returns where along each side the largest square lies that has most detail, from 0 to 1, as PIL has it.
+    """Returns the position of the largest square with the most detail, from 0 to 1 along each side (PIL's `centering`).
 
-    Detail is the difference between neighbouring pixels of a small copy. A square away from the centre must have more,
-    up to a third at the very end: what people photograph is near the middle.
+    Detail is the difference between neighbouring pixels of a small copy. Off-centre squares must have more detail, by
+    up to a third at the ends, since subjects tend to be near the middle.
     """
     width, height = image.size
     short = min(width, height)
@@ -129,7 +129,7 @@ def detailed_part(image: Image.Image) -> tuple[float, float]:
 
 
 def likeness_of(pixels: NDArray[np.uint8]) -> int:
-    """A perceptual hash: which of 64 low frequencies of the grey image lie above their median."""
+    """Returns a perceptual hash: one bit per low frequency of the grey image, set if it is above their median."""
     grey = np.asarray(Image.fromarray(pixels).convert("L").resize((32, 32), Image.Resampling.BOX), dtype=np.float64)
     low = (_COSINES @ grey @ _COSINES.T).flatten()
     return int.from_bytes(np.packbits(low > np.median(low)).tobytes(), "big")

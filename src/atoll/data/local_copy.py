@@ -1,8 +1,8 @@
-"""A data set of an object store, or one cluster of it, as a folder of this machine: what training reads.
+"""Copies a data set in an object store, or one cluster of it, to a local folder for training.
 
-Training draws rows at random, so each would be a request; a cluster is a few gigabytes, so it is copied once, several
-shards at a time, and each is verified against its SHA-256. What was copied is kept in the cache and only what is new is
-copied again. While the store does not answer, a copy that was whole is used as it is.
+Training draws rows at random, which would take one request each; a cluster is a few gigabytes, so it is copied once,
+several shards in parallel, each verified against its SHA-256. Copies stay in the cache, and only changed files are
+copied again. While the store does not answer, a complete copy is used as it is.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from atoll.errors import InputError, StoreError, printable
 from atoll.object_store import StorePath, locked, place_of
 from atoll.storage import cache_folder, known_digest, make_folder, read_json, remove_tree, write_json
 
-NUM_FILES = 4  # copied at once
-RECORD = ".copied.json"  # the version of each file that was copied, and which parts are whole
+NUM_FILES = 4  # copied in parallel
+RECORD = ".copied.json"  # the version of each copied file, and which parts are complete
 PARTS = ("vae", "text_encoder", "tokenizer")
 
 
 def local_copy(place: str | Path, cluster: int | None = None, progress: bool = True) -> Path:
-    """Returns the folder of a data set; of one in an object store, that of a copy with all clusters or one."""
+    """Returns the folder of a data set; for one in an object store, a local copy of all clusters or only `cluster`."""
     remote = place_of(place)
     if not isinstance(remote, StorePath):
         return remote
@@ -52,7 +52,7 @@ class _Copy:
         return any(self.versions.get(f"whole {part}") for part in ("None", str(cluster)))
 
     def update(self, cluster: int | None, progress: bool) -> None:
-        DatasetCard.read(self.remote)  # says what is wrong with one that is none
+        DatasetCard.read(self.remote)  # raises InputError if there is no data set
         clusters, parent = cluster_folders(self.remote), clusters_in(self.remote)
         if cluster is not None and cluster not in clusters:
             names = ", ".join(path.name for path in clusters.values())
@@ -77,7 +77,7 @@ class _Copy:
         write_json(self.folder / RECORD, {**self.versions, f"whole {cluster}": True})
 
     def _sums(self, place: Path) -> dict[str, str]:
-        """Returns the SHA-256 of each shard of a folder, and removes local ones that are no longer among them."""
+        """Returns the SHA-256 of each shard of a folder, and removes local shards that are no longer listed."""
         sums = read_sums(place, self.remote)
         if sums is None:
             raise InputError(f"{place / SUMS} is missing: {AGAIN}")
@@ -90,7 +90,7 @@ class _Copy:
         return self.folder.joinpath(*path.relative_to(self.remote).parts)
 
     def _copy_file(self, path: Path, bar: "tqdm[None]") -> None:
-        """Copies a file unless it is the version that was copied before."""
+        """Copies a file unless this version has been copied before."""
         assert isinstance(path, StorePath)
         with path.open_reader() as file:
             version = list(file.raw.version)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a data set holds, in a few lines and one contact sheet: `atoll inspect`."""
+"""Summarises a data set in a few lines and one contact sheet: `atoll inspect`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ MAX_LINE = 1 << 20  # bytes of a line of rejected.jsonl
 
 
 def describe(data: Dataset) -> Iterator[str]:
-    """Counts, splits, sizes, what was rejected, the licence."""
+    """Yields lines with counts, splits, sizes, rejections and the licence."""
     card, counts, source = data.card, data.card.counts, data.card.source
     present = "" if len(data) == counts.rows else f" ({len(data)} of them here)"
     yield f"{data.folder}: {counts.rows} images{present} of {source.items} in {source.name} ({source.kind})"
@@ -44,7 +44,7 @@ def describe(data: Dataset) -> Iterator[str]:
 
 
 def _reasons(folder: Path) -> Counter[str]:
-    """Returns how many images were left out for what reason."""
+    """Returns the number of rejected images for each reason."""
     reasons = Counter[str]()
     try:
         with open_regular(folder / "rejected.jsonl") as file:
@@ -58,7 +58,7 @@ def _reasons(folder: Path) -> Counter[str]:
 
 
 def draw_sheet(data: Dataset, seed: int = 0) -> Image.Image:
-    """A contact sheet of images chosen at random."""
+    """Returns a contact sheet of images chosen at random."""
     rows = np.sort(np.random.default_rng(abs(seed)).choice(len(data), min(ON_A_SHEET, len(data)), replace=False))
     captions = data.strings("caption", rows[:2])
     return contact_sheet(decode_rows(data, rows), f"{data.folder.name}: {len(data)} images", captions)

@@ -1,12 +1,12 @@
-"""From a source of images to a data set: `atoll prepare`.
+"""Prepares a data set from a source of images: `atoll prepare`.
 
-The source is cut into chunks, and each chunk becomes a shard:
+The source is split into chunks, and each chunk becomes a shard:
 
     Source.items() --readers--> (Item, CroppedImage) --Duplicates--> kept ones --Encoders--> columns --write_shard-->
 
-What a shard holds depends on its items, on the settings and on the shards before it (for duplicates), never on when or
-by how many processes it is made. So a run that was killed resumes after its last whole shard, and ends with the same
-bytes as one that was not.
+A shard's content depends on its items, the settings and the shards before it (for duplicates), never on timing or the
+number of processes. So a killed run resumes after its last complete shard, and its result is bit-identical to that of
+an uninterrupted run.
 """
 
 import hashlib
@@ -47,15 +47,15 @@ from atoll.object_store import StorePath, download, place_of, upload
 from atoll.storage import create_json, digest_of, read_json, remove_tree, work_folder, write_json, write_lines
 from atoll.tensors import get_device
 
-CHUNK = 512  # items per shard; fewer where they are so large that more would not fit into 50 MB
-BATCH = 64  # images at a time through the codec and the features
-SLOW_CHUNK = 32  # items per shard where each takes a second: a killed run loses what comes after its last shard
-NUM_FIT = 2048  # images that a codec is fitted to; fewer in the same way
+CHUNK = 512  # items per shard; fewer for large images, to stay within 50 MB
+BATCH = 64  # batch size of codec and features
+SLOW_CHUNK = 32  # items per shard if each takes a second: a killed run loses the work after its last shard
+NUM_FIT = 2048  # images that a codec is fitted to; fewer for large images
 MAX_WORKERS = 1024
 
 
 class ShardWriter:
-    """The shards of a data set in the making: those that are there already, and what is added to them."""
+    """Writes the shards of a data set, continuing after those that exist already."""
 
     def __init__(
         self, folder: Path, encoders: Encoders, drop_near: bool, holdout: float, progress: bool = True
@@ -78,13 +78,13 @@ class ShardWriter:
         return self.counts["rows"] + self.counts["rejected"]
 
     def add(self, samples: Samples, on_items: Callable[[int], object]) -> None:
-        """Makes one shard of some samples."""
+        """Writes one shard of some samples."""
         rejected: list[str] = []
         kept = batched(self._kept(samples, rejected, on_items), self.batch)
         self._write(((batch, self.encoders.encode(batch)) for batch in kept), rejected, on_items)
 
     def add_encoded(self, parts: Iterable[Encoded], on_items: Callable[[int], object]) -> None:
-        """Makes one shard of samples that were encoded elsewhere, before anyone knew which are duplicates."""
+        """Writes one shard of samples that other processes encoded before duplicates were removed."""
         rejected: list[str] = []
 
         def kept() -> Iterator[tuple[list[Row], Columns]]:
@@ -122,19 +122,19 @@ class ShardWriter:
             "rejected": rejected,
         }
         if self.encoders.num_captions > 1:
-            strings[MORE] = ["\n".join(item.more) for item, _ in rows]  # none of them holds a line break
+            strings[MORE] = ["\n".join(item.more) for item, _ in rows]  # captions contain no line breaks
         path = self._next_path()
         digest = write_shard(path, columns, strings)
         self._note(Shard(path), digest)
 
     def _kept(self, samples: Samples, rejected: list[str], on_items: Callable[[int], object]) -> Iterator[Row]:
-        """Yields what is neither faulty nor a duplicate, and appends a line to `rejected` for what is."""
+        """Yields samples that are neither faulty nor duplicates, and appends a line to `rejected` for the others."""
         for item, image in samples:
             fault = item.fault if image is None else self.duplicates.find(image.digest, image.likeness, image.thumb)
             if image is None or fault:
                 entry = {"key": item.key, "reason": fault}
                 line = json.dumps(entry, ensure_ascii=False)
-                rejected.append(line if line.isprintable() else json.dumps(entry))  # none moves a terminal's cursor
+                rejected.append(line if line.isprintable() else json.dumps(entry))  # no terminal control characters
                 on_items(1)
             else:
                 self.duplicates.add(image.digest, image.likeness, image.thumb)
@@ -144,14 +144,14 @@ class ShardWriter:
         return self.folder / f"{len(self.sums):05d}.safetensors"
 
     def _note(self, shard: Shard, digest: str) -> None:
-        """Counts what is in a finished shard."""
+        """Updates hashes and counts with a finished shard."""
         self.sums[shard.path.name] = digest
         split, num_rejected = shard["split"], len(shard.strings("rejected"))
         held_out = int((split == HELD_OUT).sum())
         self.counts.update(rows=len(split), train=len(split) - held_out, held_out=held_out, rejected=num_rejected)
 
     def rejected(self) -> Iterator[str]:
-        """Yields a line of JSON for each item that was left out."""
+        """Yields a line of JSON for each rejected item."""
         for name in self.sums:
             yield from Shard(self.folder / name).strings("rejected")
 
@@ -165,10 +165,10 @@ def prepare(
     device: str = "auto",
     run_elsewhere: Map | None = None,
 ) -> DatasetCard:
-    """Makes the data set, or resumes making it, and returns its card. `device` is that of codec and features.
+    """Prepares the data set, or resumes doing so, and returns its card. Codec and features run on `device`.
 
-    With `run_elsewhere`, as of an engine, images are read and encoded by other processes, and shards are written here:
-    in order and each once, whatever has to be computed again.
+    With `run_elsewhere`, from an engine, images are read and encoded by other processes, and shards are written here,
+    in order and once each even if work is repeated.
     """
     if num_workers is not None and not 0 <= num_workers <= MAX_WORKERS:
         raise InputError(f"workers must be from 0 to {MAX_WORKERS}, but are {num_workers}")
@@ -189,11 +189,11 @@ def prepare(
                 codec = make_codec(settings.codec, sample=images, progress=progress)
                 codec.latent_shape(settings.size)
                 create_json(out / DATASET, begun.values())
-                _begin(out, listed, settings, text, features)  # or another run began there at the same moment
+                _begin(out, listed, settings, text, features)  # raises if a different run began there at the same time
                 _save_whole(local, codec)
                 if local != out:
                     upload(local / "vae", out / "vae", last="config.json")
-            codec = load_codec(local).to(place)  # not the fitted one: laid out otherwise in memory, it rounds otherwise
+            codec = load_codec(local).to(place)  # not the fitted one, whose memory layout and so rounding differ
             drop_near = {"drop": True, "keep": False, "auto": source.kind != "built-in"}[settings.near_duplicates]
             encoders = Encoders(codec, text, features, place, listed.captions, settings.flip)
             writer = ShardWriter(out / "shards", encoders, drop_near, settings.holdout, progress)
@@ -219,7 +219,7 @@ def prepare(
         _save_text(local, out, text)
         write_sums(out / "shards", writer.sums)
         codec_card, shape = codec.describe(), list(codec.latent_shape(settings.size))
-        if isinstance(codec, VAE):  # by the name it was asked for, not by that of its copy in the data set
+        if isinstance(codec, VAE):  # record the spec from the settings, not the path of the copy
             codec_card = codec_card.model_copy(update={"spec": public_spec(settings.codec)})
         values = dict(begun) | {"complete": True}
         card = DatasetCard(**values, counts=Counts(**writer.counts), codec=codec_card, latent_shape=shape)
@@ -228,7 +228,7 @@ def prepare(
 
 
 def _begin_anew(out: Path) -> None:
-    """Removes what was made, so that the cause of a failure can be fixed, and the same command run again."""
+    """Removes all output, so that the user can fix the cause of the failure and rerun the command."""
     for folder in ("vae", "shards"):
         remove_tree(out / folder)
     (out / DATASET).unlink()
@@ -238,7 +238,7 @@ def _begin_anew(out: Path) -> None:
 def _readers(
     num_workers: int, transform: Transform, num_ahead: int, run_elsewhere: Map | None
 ) -> Iterator[Callable[[Iterable[Item]], Samples]]:
-    """Yields a function that reads items in their order, by processes of this machine or elsewhere."""
+    """Yields a function that reads items in order, using processes on this machine or elsewhere."""
     if run_elsewhere is None:
         with readers(num_workers, transform, num_ahead) as read:
             yield read
@@ -250,7 +250,7 @@ def _readers(
 def _encode_elsewhere(
     items: Iterator[Item], num: int, encode: Callable[[Iterator[list[Item]]], Iterator[Encoded]]
 ) -> Iterator[Iterator[Encoded]]:
-    """Yields the parts of one shard of `num` items after the other, each of which must be taken before the next."""
+    """Yields an iterator over encoded parts for each shard of `num` items; consume it before advancing to the next."""
     size = max(1, min(BATCH, num // 4))
     ahead, behind = tee(list(batched(some, size)) for some in batched(items, num))
     encoded = encode(chain.from_iterable(ahead))
@@ -265,9 +265,9 @@ def transform_of(settings: PrepareSettings, feature_size: int) -> Transform:
 
 
 def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> tuple[SourceCard, list[Item]]:
-    """Returns the source's card and a fixed sample of its items without a fault, with no look at any image."""
+    """Returns the source's card and a fixed random sample of its valid items, without reading any image."""
     digest, num, num_captions = hashlib.blake2b(digest_size=16), 0, 1
-    heap: list[tuple[int, int, Item]] = []  # those whose keys have the least hash
+    heap: list[tuple[int, int, Item]] = []  # the items with the smallest key hashes
     for num, item in enumerate(tqdm(source.items(), "count", unit=" images", disable=not progress, leave=False), 1):
         name = item.key.encode("utf-8", "surrogateescape")
         digest.update(name + repr((item.caption, item.fault, item.where[:1], item.where[2:])).encode(errors="replace"))
@@ -284,15 +284,15 @@ def count(source: Source, num_sample: int = NUM_FIT, progress: bool = True) -> t
     return card, [item for _, _, item in sorted(heap, key=lambda entry: entry[1])]
 
 
-LATER = {"flip": False, "crop": "centre"}  # settings that cards of earlier versions do not have
+LATER = {"flip": False, "crop": "centre"}  # defaults of settings that are missing from cards of earlier versions
 
 
 def _begin(
     out: Path, source: SourceCard, settings: PrepareSettings, text: TextEncoder, features: Features
 ) -> BegunDatasetCard:
-    """Returns the card of this run as far as it is known; one that is in the folder must be of this very run."""
+    """Returns the card of this run as far as it is known; refuses a folder that holds the card of a different run."""
     path = out / DATASET
-    # Where nothing is mirrored and the centre is taken, the card says what it said before there was a choice.
+    # With their default values, these settings are omitted, so that the card equals that of earlier versions.
     told = {name: value for name, value in asdict(settings).items() if name not in LATER or value != LATER[name]}
     specs = {part: public_spec(getattr(settings, part)) for part in ("codec", "text", "features")}
     current = BegunDatasetCard(
@@ -322,7 +322,7 @@ def _begin(
 
 
 def _read_sample(source: Source, sample: list[Item], read: Reader, progress: bool) -> Tensor:
-    """Returns the images that a codec is fitted to."""
+    """Returns the images for fitting the codec."""
     faults, pixels = Counter[str](), []
     for item, image in tqdm(read(sample), "fit codec", len(sample), unit=" images", disable=not progress, leave=False):
         if image is None:
@@ -336,7 +336,8 @@ def _read_sample(source: Source, sample: list[Item], read: Reader, progress: boo
 
 
 def split_of(origin: bytes, holdout: float) -> int:
-    """Held out or not, by the image's own content: it stays so whatever is added, and at whatever size."""
+    """Returns the split (held out or not) from a hash of the image's content, so that neither more data nor another
+    size changes it."""
     return HELD_OUT if int.from_bytes(origin[8:], "big") < holdout * 2**64 else TRAIN
 
 
@@ -354,12 +355,12 @@ def _nothing_left(source: Source, faults: Counter[str]) -> InputError:
 
 @contextmanager
 def _codec_folder(out: Path) -> Iterator[Path]:
-    """Yields the local folder that the codec is in: `out`, or a copy for the time of a run that writes to a store."""
+    """Yields the local folder with the codec: `out`, or a temporary copy if `out` is in an object store."""
     if not isinstance(out, StorePath):
         yield out
         return
     with TemporaryDirectory(prefix="atoll-") as folder:
-        if (out / "vae" / "config.json").exists():  # the last of its files
+        if (out / "vae" / "config.json").exists():  # written last
             download(out / "vae", Path(folder) / "vae")
         yield Path(folder)
 
@@ -372,7 +373,7 @@ def _save_text(local: Path, out: Path, text: TextEncoder) -> None:
 
 
 def _save_whole(out: Path, part: Codec | TextEncoder) -> None:
-    """Saves a codec or a text encoder so that each of its folders is there whole or not at all."""
+    """Saves a codec or text encoder atomically: each of its folders is complete or absent."""
     staged = out / ".part.tmp"
     shutil.rmtree(staged, ignore_errors=True)
     part.save(staged)

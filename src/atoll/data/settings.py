@@ -1,4 +1,4 @@
-"""What `atoll prepare` can be told. Apart, so that its --help need not wait for torch."""
+"""Settings of `atoll prepare`, in their own module so that --help need not import torch."""
 
 from dataclasses import dataclass
 
@@ -14,30 +14,30 @@ class PrepareSettings:
     size: int = 32
     """Images are scaled and cropped to SIZE x SIZE pixels."""
     codec: str = "pca"
-    """pixels, pca, pca:8x40 (8x8 patches as 40 numbers), pca:lapped (patches overlap: for photographs),
-    pca:plain (decoded without a network against grain and seams), pca:long (with one that is fitted for longer), conv
-    or conv:8x24 (8x8 patches as 24 numbers, learned in about 3 minutes: for photographs of 64 to 128 pixels),
-    vae:HUB_ID_OR_FOLDER, or saved:DATA for that of another data set."""
+    """pixels, pca, pca:8x40 (8x8 patches as 40 channels), pca:lapped (overlapping patches, for photographs),
+    pca:plain (without a refiner against grain and seams), pca:long (refiner trained for longer), conv or conv:8x24
+    (8x8 patches as 24 channels, trained in about 3 minutes, for photographs of 64 to 128 pixels),
+    vae:HUB_ID_OR_FOLDER, or saved:DATA for the codec of another data set."""
     text: str = "words"
-    """words (hashed), wordllama (with meaning), or clip:HUB_ID_OR_FOLDER."""
+    """words (hashed), wordllama (pretrained word embeddings), or clip:HUB_ID_OR_FOLDER."""
     features: str = "simple"
-    """What images are clustered by: simple, efficientnet, efficientnet:SIZE, dino:HUB_ID_OR_FOLDER or
+    """Features for clustering: simple, efficientnet, efficientnet:SIZE, dino:HUB_ID_OR_FOLDER or
     clip:HUB_ID_OR_FOLDER."""
     holdout: float = 0.05
-    """The share of images kept from training, chosen by their content."""
+    """Fraction of images held out from training, chosen by a hash of their content."""
     near_duplicates: str = "auto"
-    """drop or keep them; auto drops, but keeps those of a built-in data set."""
+    """drop, keep, or auto, which drops them except in built-in data sets."""
     min_side: int | None = None
-    """Images with a shorter side are left out; half of SIZE by default."""
+    """Reject images whose shorter side is below this; half of SIZE by default."""
     max_aspect: float = 4.0
-    """Images that are longer than this times their width are left out."""
+    """Reject images with a larger ratio of longer to shorter side."""
     flip: bool = False
-    """Trains on mirrored images as well, but for those whose captions say left or right. Leave it off for images of
-    text, faces that must be recognised, and all that has a side."""
+    """Also encode mirrored images for training, except where a caption says left or right. Leave it off for images of
+    text, faces that must be recognised, and anything else that is not symmetric."""
     license: str = "unknown"
-    """Goes into dataset.json and travels with all that is made of the data."""
+    """Licence of the data, recorded in dataset.json and in everything trained on it."""
     crop: str = "centre"
-    """Which part of an image that is not square: its centre, or smart, where there is most detail."""
+    """How images are cropped to a square: centre, or smart for the part with the most detail."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():

@@ -8,8 +8,8 @@
     DATA/clusters/03/...           the same rows by cluster, once partitioned (shards/ is then gone)
     DATA/clusters/partition.json   how; centroids.safetensors beside it
 
-A reader never loads a shard: it reads the rows it is asked for. They are not mapped into memory, since a file that is
-cut short while it is mapped kills the process that reads it.
+A reader never loads a whole shard, only the requested rows. Shards are not memory-mapped, since truncating a mapped
+file kills the process that reads it.
 """
 
 import os
@@ -49,17 +49,17 @@ from atoll.tensors import Entry, check_memory, read_header
 
 TRAIN, HELD_OUT = 0, 1
 STRINGS = ("key", "caption", "label")
-MORE = "more_captions"  # strings of data with several captions per image: all but the first, a line each
+MORE = "more_captions"  # string column for data with several captions per image: all but the first, one per line
 SUMS = "SHA256SUMS"
 AGAIN = "copy it again from its source"
 STAGED = "clusters.tmp"
-REGROUP_MEMORY = 512 << 20  # bytes of rows that are held on their way into clusters
-NUM_REQUESTS = 16  # under way at once to an object store
+REGROUP_MEMORY = 512 << 20  # bytes of rows that are buffered while regrouping
+NUM_REQUESTS = 16  # concurrent requests to an object store
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "U64": np.uint64, "U8": np.uint8}
 
 
 class Shard:
-    """One file of rows. It is open only while some are read: 11 million images are 20,000 files."""
+    """One file of rows. It is open only while rows are read, since 11 million images are 20,000 files."""
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path, self._root = path, root
@@ -75,12 +75,12 @@ class Shard:
 
     @property
     def names(self) -> list[str]:
-        """The columns of fixed-size rows."""
+        """Returns the names of the columns with fixed-size rows."""
         return [name for name in self._entries if "." not in name]
 
     @property
     def string_names(self) -> list[str]:
-        """The columns of strings, one per row."""
+        """Returns the names of the string columns."""
         return [name for name in (*STRINGS, MORE) if f"{name}.offsets" in self._entries]
 
     def kind(self, name: str) -> tuple[Any, tuple[int, ...]]:
@@ -96,7 +96,7 @@ class Shard:
         return np.frombuffer(content, _DTYPES[entry.dtype]).reshape(entry.shape)
 
     def take(self, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Returns some rows of a column; many are picked from the whole of it."""
+        """Returns some rows of a column; for many rows, reads the whole column."""
         if 2 * len(rows) >= self.num_rows:
             return self[name][rows]
         entry = self._entry(name)
@@ -119,7 +119,7 @@ class Shard:
         return self._entries[name]
 
     def _read(self, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Yields the bytes of some spans of the file, each (start, size)."""
+        """Yields the bytes of each span (start, size) of the file."""
         try:
             with open_regular(self.path, self._root) as file:
                 if _version(file) != self._version:
@@ -134,13 +134,13 @@ class Shard:
 
 
 def _num_rows(entries: Mapping[str, Entry]) -> int:
-    """Returns how many rows a shard has; raises ValueError unless all of its columns have as many."""
+    """Returns the number of rows; raises ValueError unless it is the same in all columns."""
     if "row" not in entries or entries["row"].dtype != "I64" or len(entries["row"].shape) != 1:
         raise ValueError("it does not number its rows")
     [num] = entries["row"].shape
     for name, entry in entries.items():
         part = name.partition(".")[2]
-        if part:  # strings, end to end, and where each begins
+        if part:  # concatenated strings, and their offsets
             fits = len(entry.shape) == 1 and entry.dtype == {"bytes": "U8", "offsets": "I64"}.get(part)
         else:
             fits = entry.dtype in _DTYPES and entry.shape[:1] == (num,)
@@ -159,12 +159,12 @@ def _version(file: BufferedReader) -> tuple[int | str, ...]:
 Columns = dict[str, NDArray[Any]]
 Strings = dict[str, list[str]]
 Located = tuple[Shard, NDArray[np.int64], NDArray[np.int64]]
-"""A shard, places in an index of rows, and where these rows lie in the shard."""
+"""A shard, positions in an index of rows, and the numbers of these rows in the shard."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column over all shards, as if it were one array; slices and index arrays read just those rows."""
+    """One column over all shards as a single array; slices and index arrays read only the selected rows."""
 
     data: "Dataset"
     name: str
@@ -200,7 +200,7 @@ class Dataset:
 
     @classmethod
     def open(cls, folder: str | Path, cluster: int | None = None, partial: bool = False) -> "Dataset":
-        """Opens DATA, or one cluster of it, for which all others may be absent; `partial`: whatever is there."""
+        """Opens DATA, or one cluster of it, in which case the others may be absent; `partial` opens whatever exists."""
         folder = place_of(folder)
         card = DatasetCard.read(folder)
         clusters = cluster_folders(folder)
@@ -219,11 +219,11 @@ class Dataset:
         return sum(shard.num_rows for shard in self.shards)
 
     def column(self, name: str) -> Column:
-        """Returns one column, whose rows are in the order of the source."""
+        """Returns one column, with rows in the order of the source."""
         return Column(self, name)
 
     def strings(self, name: str, rows: Iterable[int] | None = None) -> list[str]:
-        """Returns strings of a column: key, caption or label."""
+        """Returns strings of a column (key, caption or label), of all rows or some."""
         index = np.arange(len(self)) if rows is None else np.fromiter(rows, np.int64)
         strings = np.empty(len(index), object)
 
@@ -235,7 +235,7 @@ class Dataset:
         return list(strings)
 
     def each(self, fill: Callable[[Located], None], index: NDArray[np.int64]) -> None:
-        """Calls `fill` for each shard that has some of the rows; of a store, several at a time."""
+        """Calls `fill` for each shard that has some of the rows; in an object store, for several concurrently."""
         if isinstance(self.folder, StorePath):
             with ThreadPoolExecutor(NUM_REQUESTS) as pool:
                 list(pool.map(fill, self.locate(index)))
@@ -252,7 +252,7 @@ class Dataset:
         return clusters if self._order is None else clusters[self._order]
 
     def locate(self, index: NDArray[np.int64]) -> Iterator[Located]:
-        """Yields each shard that has some of the rows, their places in `index`, and where they lie in the shard."""
+        """Yields each shard that has some of the rows, their positions in `index`, and their numbers in the shard."""
         at = index if self._order is None else self._order[index]
         ends = self._ends
         owner = np.searchsorted(ends, at, side="right")
@@ -266,20 +266,20 @@ class Dataset:
 
     @cached_property
     def _order(self) -> NDArray[np.int64] | None:
-        """Where each row of the source lies, if clusters have scattered them."""
+        """Returns the stored position of each source row, if the data is partitioned into clusters."""
         rows = np.concatenate([shard["row"] for shard in self.shards] or [np.empty(0, np.int64)])
         return None if bool((np.diff(rows) > 0).all()) else np.argsort(rows, kind="stable")
 
 
 def clusters_in(folder: Path) -> Path | None:
-    """Returns the folder of a data set's clusters, also while a new partition takes the place of an old one."""
+    """Returns the folder of a data set's clusters, even while a new partition is replacing an old one."""
     if isinstance(folder, StorePath):
         return folder / "clusters" if (folder / "clusters" / PARTITION).exists() else None
     return next((p for p in (folder / "clusters", folder / "clusters.old") if p.is_dir()), None)
 
 
 def cluster_folders(folder: Path) -> dict[int, Path]:
-    """Returns the folders of the clusters that are here, by number."""
+    """Returns the folders of the clusters that are present, by number."""
     parent = clusters_in(folder)
     paths = sorted(parent.iterdir()) if parent is not None else []
     numbered = [path for path in paths if re.fullmatch(r"[0-9]{2,9}", path.name)]
@@ -287,9 +287,9 @@ def cluster_folders(folder: Path) -> dict[int, Path]:
 
 
 def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
-    """Returns the shards of a folder that have rows, after a look whether each is what was written.
+    """Returns the non-empty shards of a folder, after verifying them.
 
-    In an object store that is a look at the names and headers: `local_copy` is what reads and verifies the rest.
+    In an object store only names and headers are verified here; `local_copy` verifies the rest.
     """
     remote = isinstance(place, StorePath)
     with ThreadPoolExecutor(NUM_REQUESTS if remote else 1) as pool:
@@ -309,7 +309,7 @@ def _open_shards(place: Path, root: Path, partial: bool) -> list[Shard]:
 
 
 def read_sums(place: Path, root: Path) -> dict[str, str] | None:
-    """Returns the SHA-256 of each shard that a folder should have; None from a time when they were not written."""
+    """Returns the SHA-256 of each shard that a folder should have; None for data of versions that wrote no hashes."""
     try:
         if not exists(place / SUMS):
             return None
@@ -321,13 +321,13 @@ def read_sums(place: Path, root: Path) -> dict[str, str] | None:
 
 
 def write_sums(place: Path, sums: Mapping[str, str]) -> None:
-    """Notes the SHA-256 of each shard of a folder."""
+    """Writes the SHA-256 of each shard of a folder."""
     content = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     write_text(place / SUMS, content)
 
 
 def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], strings: Mapping[str, Sequence[str]]) -> str:
-    """Writes a shard so that it is there whole or not at all; returns its SHA-256."""
+    """Writes a shard atomically; returns its SHA-256."""
     tensors = {name: np.ascontiguousarray(column) for name, column in columns.items()}
     for name, texts in strings.items():
         encoded = [text.encode("utf-8", "replace") for text in texts]
@@ -345,11 +345,11 @@ def write_shard(path: Path, columns: Mapping[str, NDArray[Any]], strings: Mappin
 
 @contextmanager
 def open_to_regroup(folder: Path) -> Iterator[Dataset]:
-    """Opens DATA for this process alone, after the last step of a partition that was cut short before it.
+    """Opens DATA exclusively, after finishing the last step of an interrupted partition.
 
-    A data set in an object store is not held: of two partitions at once, one fails.
+    A data set in an object store is not locked: of two concurrent partitions, one fails.
     """
-    DatasetCard.read(folder)  # says what is wrong with a folder that is none
+    DatasetCard.read(folder)  # raises InputError if it is not a data set
     if isinstance(folder, StorePath):
         if (folder / STAGED / PARTITION).exists():
             _promote(folder)
@@ -371,9 +371,9 @@ def regroup(
 ) -> None:
     """Moves the rows of a data set into clusters/NN/, so that a contributor need copy only one of them.
 
-    The new folders are written beside the old ones, `finish` adds to them what describes them, partition.json last,
-    and they take the old ones' place when they are whole. Rows are read in their order, once for every so many
-    clusters as REGROUP_MEMORY can hold a shard of.
+    The new folders are written beside the old ones, `finish` adds the files that describe them, partition.json last,
+    and once complete they replace the old ones. Rows are read in order, with one pass for each group of clusters whose
+    shards fit into REGROUP_MEMORY.
     """
     folder = data.folder
     staged = folder / STAGED
@@ -407,7 +407,7 @@ def _regroup_some(
     sums: dict[int, dict[str, str]] = {cluster: {} for cluster in group}
 
     def write(cluster: int, num: int) -> None:
-        """Makes a shard of the first `num` rows that are held, and holds what is left."""
+        """Writes the first `num` buffered rows as a shard, and keeps the rest in the buffer."""
         columns = {name: np.concatenate([own[name] for own, _ in held[cluster]]) for name in names}
         strings = {name: [text for _, own in held[cluster] for text in own[name]] for name in string_names}
         path = staged / f"{cluster:02d}" / f"{len(sums[cluster]):05d}.safetensors"
@@ -439,11 +439,11 @@ def _regroup_some(
 
 
 def _promote(folder: Path) -> None:
-    """Puts the new clusters, which are whole, in the place of shards/ or of the old clusters."""
+    """Replaces shards/ or the old clusters by the completed new clusters."""
     staged, clusters = folder / STAGED, folder / "clusters"
     if isinstance(staged, StorePath):
-        # Nothing can be renamed, so a killed run is finished by the next: partition.json is the first of the old
-        # objects to go and the last of the new ones to come.
+        # Objects cannot be renamed, so the next run finishes an interrupted one: the old partition.json is deleted
+        # first, and the new one is written last.
         (clusters / PARTITION).unlink()
         remove_tree(clusters)
         for path in sorted(staged.rglob("*"), key=lambda path: path.name == PARTITION):

@@ -1,8 +1,8 @@
-"""Where images come from: folders, WebDataset tars, Parquet and Arrow files, and what is built in.
+"""Sources of images: folders, WebDataset tars, Parquet and Arrow files, and the built-in data sets.
 
-A source lists its items in an order that never changes and without reading an image; an item knows how to read its
-own bytes, in any process. Names inside archives are labels: nothing is ever written where they say. Whatever is read
-is a regular file inside the source and no larger than it may be: the rest is a fault of the item.
+A source lists its items in a fixed order without reading any image; an item can be read in any process. Names inside
+archives are only labels, never paths to write to. Only regular files inside the source and within the size limits are
+read; anything else becomes a fault of the item.
 """
 
 import errno
@@ -50,21 +50,22 @@ from atoll.storage import exists, open_regular, parse_json, read_bytes, real_pat
 
 IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif"}
 TABLES = (".parquet", ".arrow")
-MAX_IMAGE = 256 << 20  # bytes of a file or a member
-MAX_TEXT = 1 << 20  # bytes of a file or a member with a caption
-MAX_LABEL = 255  # characters, as of a folder's name
-MAX_TAR_HEADER = 1 << 20  # bytes: of long names and the like
-MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is filled up to a whole record
-MAX_KEPT = 100_000  # items held in memory, of half a kilobyte each
-AT_A_TIME = 32  # items handed to a process
-NUM_REQUESTS = 16  # that a process has under way at once to an object store
-DAMAGED = "is damaged after this point"  # said of an archive or a table: what follows is lost
+MAX_IMAGE = 256 << 20  # bytes of a file or archive member
+MAX_TEXT = 1 << 20  # bytes of a file or archive member with a caption
+MAX_LABEL = 255  # characters, as for a folder's name
+MAX_TAR_HEADER = 1 << 20  # bytes, for long names and the like
+MAX_TAR_END = 1 << 20  # zeros at the end of an archive, which is padded to a whole record
+MAX_KEPT = 100_000  # items held in memory, half a kilobyte each
+AT_A_TIME = 32  # items per task of a worker process
+NUM_REQUESTS = 16  # concurrent requests of one process to an object store
+DAMAGED = "is damaged after this point"  # of an archive or table, whose remainder is lost
 
 T = TypeVar("T")
 
 
 class Item(NamedTuple):
-    """One image to be: `where` says how to read it (a path, a span of a file, a row), `fault` why it cannot be."""
+    """One image of a source: `where` says how to read it (a path, a span of a file, a row), `fault` why it cannot be
+    read."""
 
     key: str
     where: tuple[Any, ...]
@@ -81,14 +82,14 @@ Reader = Callable[[Iterable[Item]], Samples]
 
 @dataclass(frozen=True)
 class Source:
-    """A place with images. `template` makes captions of folder names: "a photo of a {label}".
+    """A source of images. `template` makes captions from folder names: "a photo of a {label}".
 
-    `caption_column` is the key or column of captions, by default the first of those that are usual.
+    `caption_column` is the key or column with captions, by default the first of the usual names.
     """
 
     place: str
     template: str | None = None
-    num: int | None = None  # how many: the first of a built-in one, a random choice of any other
+    num: int | None = None  # how many: the first ones of a built-in source, a random selection of any other
     size: int = 32
     seed: int = 0
     caption_column: str | None = None
@@ -109,7 +110,7 @@ class Source:
         return _kind_of(self.place)
 
     def items(self) -> Iterator[Item]:
-        """Yields all items, in their order; with `num`, so many of them, and all that have a fault."""
+        """Yields the items in order; with `num`, that many valid ones, and all that have a fault."""
         if self.num is None or self.kind == "built-in":
             return self._all()
         if self.num <= MAX_KEPT:
@@ -118,7 +119,7 @@ class Source:
 
     @cached_property
     def _few(self) -> list[Item]:
-        """What `items` yields, found by listing the source once: in a folder of a million each time takes minutes."""
+        """Returns what `items` yields, cached, since listing a folder of a million images takes minutes."""
         faults, heap = list[tuple[int, Item]](), list[tuple[int, int, Item]]()
         for place, item in enumerate(self._all()):
             if item.fault:
@@ -130,16 +131,16 @@ class Source:
 
     @cached_property
     def _chosen(self) -> set[int]:
-        """The ranks of `num` items, too many to be held themselves."""
+        """Returns the ranks of the `num` selected items, if these are too many to keep in memory."""
         return set(heapq.nsmallest(self.num or 0, (self._rank(item) for item in self._all() if not item.fault)))
 
     def _rank(self, item: Item) -> int:
-        """Returns a number for an item, by which some are chosen: from its name and the seed alone."""
+        """Returns a hash of an item's name and the seed, by which `num` items are selected."""
         name = f"{self.seed} {item.key}".encode("utf-8", "surrogateescape")
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
     def _all(self) -> Iterator[Item]:
-        """Yields all items. Those of an object store are listed once: to look again takes as long."""
+        """Yields all items; the listing of an object store is cached in a temporary file, since it is slow."""
         if not isinstance(place_of(self.place), StorePath):
             yield from self._list()
         elif "listing" in self.__dict__:
@@ -152,7 +153,7 @@ class Source:
                 listing.write(json.dumps(item) + "\n")
                 yield item
             listing.flush()
-            self.__dict__["listing"] = listing  # gone with the source
+            self.__dict__["listing"] = listing  # deleted with the source
 
     def _list(self) -> Iterator[Item]:
         place = place_of(self.place)
@@ -165,7 +166,7 @@ class Source:
             yield from map(self._captioned, _folder_items(resolved(place), self.caption_column, read_json))
         else:
             list_items = _tar_items if self.kind == "tar" else _table_items
-            root, paths = resolved(place).parent, [resolved(place)]  # the user's own link may lead anywhere
+            root, paths = resolved(place).parent, [resolved(place)]  # a link given by the user may lead anywhere
             if place.is_dir():
                 found = place.glob("*.tar") if self.kind == "tar" else place.rglob("*")
                 root, paths = place, sorted(path for path in found if path.suffix in (".tar", *TABLES))
@@ -189,7 +190,7 @@ class Source:
         return item._replace(caption=first, more=tuple(more), fault="" if first else "empty caption")
 
     def describe(self) -> dict[str, Any]:
-        """Returns what dataset.json says; a path is named by its last part, since the rest belongs to one machine."""
+        """Returns the source's entry in dataset.json; of a path only the last part, the rest being machine-specific."""
         built_in = self.kind == "built-in"
         name = {"name": self.place if built_in else resolved(place_of(self.place)).name, "kind": self.kind}
         template = {} if built_in else {"template": self.template}
@@ -221,20 +222,20 @@ def _kind_of(place: str) -> str:
 
 
 def _is_metadata(path: Path, root: Path) -> bool:
-    """Whether a table only tells of images that lie beside it."""
+    """Returns whether a table is metadata for image files beside it."""
     try:
         return path.name == "metadata.parquet" and "file_name" in column_names(path, root)
     except OSError:
-        return True  # what is wrong with it is said when it is read
+        return True  # reading it reports the error
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
 def read_items(items: Iterable[Item], transform: Transform) -> list[Sample]:
-    """Reads and decodes some items, in whatever process; an item without an image says why in its `fault`."""
+    """Reads and decodes some items, in any process; an item that yields no image gives the reason in its `fault`."""
     items = list(items)
-    # One after the other, requests would wait in turn; rows of a table come many to a request.
+    # Requests to a store run concurrently to hide latency; for tables one request returns many rows anyway.
     if any(item.where and item.where[0] != "row" and is_url(item.where[1]) for item in items):
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
             return [_decode(item, content, transform) for item, content in list(pool.map(_load, items))]
@@ -242,7 +243,7 @@ def read_items(items: Iterable[Item], transform: Transform) -> list[Sample]:
 
 
 def _load(item: Item) -> tuple[Item, bytes | Image.Image | None]:
-    """Reads what is stored of an item."""
+    """Reads an item's stored bytes, or draws a built-in image."""
     if item.fault:
         return item, None
     try:
@@ -278,9 +279,9 @@ def batched(values: Iterable[T], num: int) -> Iterator[list[T]]:
 
 @contextmanager
 def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[Reader]:
-    """Yields a function that reads items in their order, by num_workers processes some `num_ahead` items ahead of it.
+    """Yields a function that reads items in order, with `num_workers` processes reading up to `num_ahead` items ahead.
 
-    With no workers it reads them in this process.
+    Without workers, it reads in this process.
     """
     if num_workers < 1:
         yield lambda items: (read for some in batched(items, AT_A_TIME) for read in read_items(some, transform))
@@ -309,14 +310,14 @@ def readers(num_workers: int, transform: Transform, num_ahead: int) -> Iterator[
 
 
 def _folder_items(root: Path, column: str | None, read_json: bool) -> Iterator[Item]:
-    """Images with captions beside them, or in a file of their folder or of one above it."""
-    files: dict[Path, list[CaptionFile]] = {}  # of this folder and those above it
+    """Yields images with captions from files beside them, or from caption files in their folder or its parents."""
+    files: dict[Path, list[CaptionFile]] = {}  # of this folder and its parents
     folders, links = set[Path](), list[Path]()
     for folder, subfolders, names in _walk(root):
         folders.add(folder)
         visible = sorted(name for name in subfolders if not name.startswith("."))
         links += [folder / name for name in visible if (folder / name).is_symlink()]
-        # A data set that was made of images is no source.
+        # Skip prepared data sets.
         subfolders[:] = [name for name in visible if not exists(folder / name / "dataset.json")]
         for done in [above for above in files if not folder.is_relative_to(above)]:
             for file in files.pop(done):
@@ -327,7 +328,7 @@ def _folder_items(root: Path, column: str | None, read_json: bool) -> Iterator[I
                 yield from _faults(file, root, file.faults())
         for path in (folder / name for name in sorted(names)):
             if path.suffix.lower() in IMAGES and not path.name.startswith("."):
-                listed = [  # all of them are asked: each tells in the end which of its images are missing
+                listed = [  # query all files, so that each can report its names without an image
                     file.find(PurePosixPath(path.relative_to(above))) for above, some in files.items() for file in some
                 ]
                 texts = next((texts for texts in listed if texts is not None), ())
@@ -341,7 +342,8 @@ def _folder_items(root: Path, column: str | None, read_json: bool) -> Iterator[I
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, list[str], dict[str, int | None]]]:
-    """Yields each folder with its subfolders, some of which may be left out, and its files: sizes by name, if known."""
+    """Yields each folder, its subfolders (the caller may remove some, as with `os.walk`), and its files with sizes, if
+    known."""
     if isinstance(root, StorePath):
         yield from root.walk_store()  # type: ignore[misc]
     else:
@@ -363,12 +365,13 @@ def _file_item(
     read_json: bool,
     names: Mapping[str, int | None],
 ) -> Item:
-    """An image of a folder, with the captions beside it if there are no others; `names` are all in the folder."""
+    """Returns an image of a folder, with captions from a sidecar file unless given; `names` are all the folder's
+    files."""
     size, fault = names[path.name] or 0, ""
     try:
         if not isinstance(path, StorePath):
             size = (real_path(path, root) if path.is_symlink() else path).stat().st_size
-        # A text is at hand more often, but who names a column means that of the .json.
+        # .txt is the usual sidecar, but a caption column can only mean a .json.
         for sidecar in (path.with_suffix(end) for end in ((".txt", ".json") if column is None else (".json", ".txt"))):
             if texts or (sidecar.suffix == ".json" and not read_json) or sidecar.name not in names:
                 continue
@@ -390,7 +393,7 @@ def _item(key: str, where: tuple[Any, ...], texts: Texts, label: str, fault: str
 
 
 def _tar_items(path: Path, tar: str, column: str | None) -> Iterator[Item]:
-    """WebDataset: members that share a name up to the first dot of its last part are one sample."""
+    """Yields the samples of a WebDataset: members whose names agree up to the first dot of the last component."""
     sample: dict[str, tarfile.TarInfo] = {}
     stem, damage = "", ""
     with open_regular(path) as raw:
@@ -419,20 +422,20 @@ def _tar_items(path: Path, tar: str, column: str | None) -> Iterator[Item]:
 
 
 def _tar_members(raw: BufferedReader) -> Iterator[tarfile.TarInfo]:
-    """Yields the members of an archive; raises ReadError and the like unless it has an end, and all lie before that."""
+    """Yields the members of an archive; raises ReadError and the like if it is truncated or damaged."""
     size = raw.seek(0, os.SEEK_END)
     raw.seek(0)
     archive: Any = tarfile.TarFile(fileobj=Bounded(raw, MAX_TAR_HEADER), mode="r")
     last = -1
     while (member := archive.next()) is not None:
-        archive.members.clear()  # which would grow with the archive
+        archive.members.clear()  # tarfile keeps every member, so this would grow without limit
         if member.size < 0 or member.offset <= last:
             raise tarfile.ReadError("a member of less than no bytes")
         if member.isfile() and member.offset_data + member.size > size:
             raise tarfile.ReadError("it ends within a member")
         last = member.offset
         yield member
-    # tarfile takes whatever is no header for the end, but the end is two blocks of zeros with nothing behind them.
+    # tarfile treats any invalid header as the end, but a real end is two blocks of zeros with nothing after them.
     left = size - archive.offset
     if left < 2 * tarfile.BLOCKSIZE:
         raise tarfile.ReadError("it is truncated: the mark of its end is missing")
@@ -464,7 +467,7 @@ def _tar_sample(
 
 
 def _read_span(path: Path, start: int, length: int) -> bytes:
-    """Returns the bytes of a member of an archive."""
+    """Returns the bytes of an archive member."""
     if isinstance(path, StorePath) and length <= MAX_IMAGE:
         return path.get_range(start, length)
     with open_regular(path) as file:
@@ -507,7 +510,7 @@ def _table_items(path: Path, name: str, column: str | None) -> Iterator[Item]:
 
 
 def _table_columns(path: Path, schema: Any, column: str | None) -> tuple[str, list[str], str | None]:
-    """Returns which columns hold images, captions and labels."""
+    """Returns the columns that hold images, captions and labels."""
     types = pyarrow().types
     kinds = {name: schema.field(name).type for name in schema.names}
     images = [n for n, k in kinds.items() if types.is_struct(k) or types.is_binary(k) or types.is_large_binary(k)]
@@ -527,7 +530,7 @@ def _table_columns(path: Path, schema: Any, column: str | None) -> tuple[str, li
 
 
 _open_table: dict[str, Any] = {}
-"""The table that was last read from in this process, and where in it: rows mostly come in order."""
+"""This process's current table and position in it, cached since rows are mostly read in order."""
 
 
 def _table_image(path: str, group: int, number: int, row: int, column: str) -> bytes:

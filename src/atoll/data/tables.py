@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, read a few rows at a time."""
+"""Reads Parquet and Arrow files in small batches."""
 
 import errno
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from typing import Any
 from atoll.errors import InputError, StoreError, shown
 from atoll.storage import open_regular, reason_of
 
-MAX_TABLE_READ = 2 << 30  # bytes: of a record batch
-TABLE_BATCH, TABLE_BATCH_BYTES = 256, 256 << 20  # rows of a Parquet file that are read at once, and about their size
+MAX_TABLE_READ = 2 << 30  # bytes of a record batch
+TABLE_BATCH, TABLE_BATCH_BYTES = 256, 256 << 20  # maximum rows and approximate bytes of a Parquet batch
 
 
 class Bounded:
-    """A file of which at most `limit` bytes are read at once, whatever its headers claim."""
+    """A file that reads at most `limit` bytes per call, whatever its headers claim."""
 
     def __init__(self, file: BufferedReader, limit: int) -> None:
         self._file, self._limit = file, limit
@@ -31,7 +31,7 @@ class Bounded:
 def table_batches(
     path: Path, columns: list[str] | None = None, group: int = 0, root: Path | None = None
 ) -> Iterator[tuple[int, int, Any]]:
-    """Yields (row group, number within it, record batch), from a group on; an Arrow file is one group."""
+    """Yields (row group, number within it, record batch), starting from a group; an Arrow file is one group."""
     pa = pyarrow()
     damaged = (pa.ArrowException, OSError, ValueError, IndexError, KeyError)
     try:
@@ -57,7 +57,7 @@ def table_batches(
 
 
 def column_names(path: Path, root: Path | None = None) -> list[str]:
-    """Returns the columns of a Parquet file; raises OSError if it is none."""
+    """Returns the columns of a Parquet file; raises OSError for any other file."""
     pa = pyarrow()
     try:
         with open_regular(path, root) as raw:
@@ -72,7 +72,7 @@ def column_names(path: Path, root: Path | None = None) -> list[str]:
 
 
 def pyarrow() -> Any:
-    """Returns the library, or says how to get it."""
+    """Imports pyarrow; if it is missing, the error says how to install it."""
     try:
         import pyarrow
     except ModuleNotFoundError as error:

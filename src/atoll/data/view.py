@@ -1,4 +1,4 @@
-"""The rows of a data set that one run trains on and is judged by."""
+"""The rows of a data set that one run trains and is evaluated on."""
 
 import hashlib
 from functools import cached_property
@@ -17,9 +17,9 @@ from atoll.encoders.text import TextEncoder
 from atoll.errors import InputError
 from atoll.storage import resolved
 
-MOST_FOR_MOMENTS = 50_000  # rows: a mean is known to half a percent of a deviation
-AT_A_TIME = 256  # rows that are summed up: in float64, beside a step of training, they must not count
-LARGEST = 1e3  # latents have about unit variance: beyond this a row is damaged
+MOST_FOR_MOMENTS = 50_000  # rows: gives the mean to within half a percent of a standard deviation
+AT_A_TIME = 256  # rows summed at once in float64, few enough for memory to be negligible beside a training step
+LARGEST = 1e3  # latents have about unit variance; a row beyond this is damaged
 
 
 class DatasetView:
@@ -50,7 +50,7 @@ class DatasetView:
                 raise InputError(f"{column.name} of {name} are {list(actual)}, but its dataset.json says {list(shape)}")
 
     def evaluation_rows(self, most: int) -> NDArray[np.int64]:
-        """Returns up to `most` held-out rows, or rows of training where none were held out."""
+        """Returns up to `most` held-out rows, or training rows if none were held out."""
         return _some_of(self.held_out if len(self.held_out) else self.train, most)
 
     def training_rows(self, most: int) -> NDArray[np.int64]:
@@ -62,9 +62,9 @@ class DatasetView:
         return self.stored_latents(rows).float()
 
     def stored_latents(self, rows: NDArray[np.int64], flipped: Tensor | None = None) -> Tensor:
-        """Returns [n, C, S, S] in the precision of the shards, which is half of what has to be sent to a device.
+        """Returns [n, C, S, S] in the precision of the shards (float16), which halves the transfer to a device.
 
-        `flipped`, bool [n], says of which rows those of the mirrored image are taken.
+        `flipped`, bool [n], selects the rows to take from the mirrored images.
         """
         latents = torch.from_numpy(self._latents[rows])
         if flipped is not None:
@@ -80,9 +80,9 @@ class DatasetView:
         return latents
 
     def tokens(self, rows: NDArray[np.int64], text: TextEncoder | None = None, choice: Tensor | None = None) -> Tensor:
-        """Returns token ids [n, L], which the text encoder must know if it is given.
+        """Returns token ids [n, L], checked against the text encoder if it is given.
 
-        They are those of the first caption, or by `choice`, [n] in [0, 1), of any.
+        They are of the first caption, or of the caption selected by `choice`, [n] in [0, 1).
         """
         ids = torch.from_numpy(self._tokens[rows])
         if choice is not None:
@@ -98,17 +98,17 @@ class DatasetView:
             ) from error
 
     def longest_text(self, text: TextEncoder) -> int:
-        """Returns the tokens of the longest among the captions of 64 images."""
+        """Returns the largest number of tokens among the captions of 64 images."""
         ids = self.tokens(rows := self.train[:64])
         if self.num_captions > 1:
             more = torch.from_numpy(self._more[rows]).flatten(0, 1)
-            ids = torch.cat([ids, more[more.any(1)]])  # zeros are in the place of captions that are not there
+            ids = torch.cat([ids, more[more.any(1)]])  # missing captions are all zeros
         _, mask = text.encode(ids)
         return int(mask.sum(1).max())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the images' content and split, whatever shards and folder they are in."""
+        """Returns a hash of the images' content and split, independent of shards and folder."""
         digest = hashlib.sha256()
         for name in ("digest", "split"):
             column = self.data.column(name)
@@ -118,17 +118,17 @@ class DatasetView:
 
     @property
     def mean(self) -> Tensor:
-        """Returns the mean latent of what is trained on, in float64."""
+        """Returns the mean latent of the training rows, in float64."""
         return self._moments[0]
 
     @property
     def variance(self) -> float:
-        """Returns the variance about that mean, averaged over the numbers of a latent."""
+        """Returns the variance about that mean, averaged over the elements of a latent."""
         return self._moments[1]
 
     @cached_property
     def bound(self) -> Tensor:
-        """Returns the largest absolute value in each channel of what is trained on: [C, 1, 1]."""
+        """Returns the largest absolute value per channel over the training rows: [C, 1, 1]."""
         rows = self.training_rows(MOST_FOR_MOMENTS)
         parts = (rows[first : first + AT_A_TIME] for first in range(0, len(rows), AT_A_TIME))
         return torch.stack([self.latents(part).abs().amax((0, 2, 3)) for part in parts]).amax(0)[:, None, None]
@@ -145,7 +145,7 @@ class DatasetView:
         return mean, square / len(rows) / mean.numel() - float((mean**2).mean())
 
     def identity(self) -> dict[str, Any]:
-        """Returns what must be the same for a run to be resumed."""
+        """Returns the values that must be unchanged for a run to be resumed."""
         card = self.data.card
         return {
             "name": card.source.name,
@@ -160,26 +160,26 @@ class DatasetView:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Returns what an expert's card says of its data."""
+        """Returns the data entry of an expert's card."""
         own = {key: value for key, value in self.identity().items() if key not in ("codec", "text", "captions", "flip")}
         return {**own, "variance": self.variance, "license": self.data.card.license}
 
 
 def _some_of(pool: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Returns at most so many, chosen at random and always the same."""
+    """Returns a fixed random choice of at most `most` values."""
     if len(pool) <= most:
         return pool
     return np.sort(np.random.default_rng(0).choice(pool, most, replace=False))
 
 
 def spread_times(num: int, generator: torch.Generator) -> Tensor:
-    """Returns times spread evenly over [0, 1], one at random in each of `num` equal parts, in random order."""
+    """Returns stratified times: one at random in each of `num` equal parts of [0, 1], in random order."""
     t = (torch.arange(num) + torch.rand(num, generator=generator)) / num
     return t[torch.randperm(num, generator=generator)]
 
 
 def refuse_inside(out: Path, data: Path) -> None:
-    """Refuses a run that would lie among its own data."""
+    """Raises InputError if a run's folder would lie inside its own data."""
     if resolved(out).is_relative_to(resolved(data)):
         raise InputError(f"{out} lies within {data}: choose an --out outside of the data")
 
@@ -187,7 +187,7 @@ def refuse_inside(out: Path, data: Path) -> None:
 def decode_rows(
     data: Dataset, rows: NDArray[np.int64], codec: Codec | None = None, side: int = 256
 ) -> NDArray[np.uint8]:
-    """Returns the images of some rows, as their latents give them, at most `side` pixels wide: [n, S, S, 3]."""
+    """Returns the images decoded from some rows' latents, at most `side` pixels wide: [n, S, S, 3]."""
     codec = codec or load_codec(data.folder)
     parts = []
     for some in np.array_split(rows, max(1, len(rows) // 32)):

@@ -1,1 +1,1 @@
-"""The mathematics: schedules, predictions, transfer between paths, objectives, solvers. Needs torch alone."""
+"""The mathematics: schedules, predictions, transfer between paths, objectives, solvers. Imports only torch."""

@@ -16,9 +16,9 @@ Text = TypeVar("Text")
 def guided(
     predict: Callable[[Tensor, Tensor, Text], Tensor], scale: float, text_of: Callable[[bool], Text]
 ) -> Velocity:
-    """Returns predict(x, t, text) guided away from null texts, uncond + scale (cond - uncond), both as one batch.
+    """Returns predict with classifier-free guidance, uncond + scale (cond - uncond), evaluating both in one batch.
 
-    `text_of(False)` is the texts of the samples of x, `text_of(True)` these and then their null texts.
+    `text_of(False)` returns the texts of the samples of x, `text_of(True)` these followed by their null texts.
     """
 
     def guided_velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -36,9 +36,10 @@ def guided_each(
     scales: Sequence[float],
     text_of: Callable[[Sequence[int]], Text],
 ) -> Velocity:
-    """Returns the same with a scale per sample; `text_of(rows)` is all texts and then the null texts of these samples.
+    """Returns the same with a scale per sample.
 
-    Samples of scale 1 need no null text, and cost half.
+    `text_of(rows)` returns all texts followed by the null texts of the samples `rows`. Samples with scale 1 need no
+    null text, and cost half.
     """
     rows = [row for row, scale in enumerate(scales) if scale != 1]
 

@@ -1,4 +1,4 @@
-"""What an expert is trained on: a prediction, a schedule, a law for times and a weighting."""
+"""Training objectives: a prediction type, a schedule, a distribution of times and a loss weighting."""
 
 import math
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Objective:
         return get_schedule(self.schedule)
 
     def sample_times(self, num: int, generator: torch.Generator | None = None) -> Tensor:
-        """num times in [0, 1], drawn on the generator's device."""
+        """Returns num times in [0, 1], drawn on the generator's device."""
         device = None if generator is None else generator.device
         if self.time == "uniform":
             return torch.rand(num, generator=generator, device=device)
@@ -53,7 +53,7 @@ class Objective:
         return torch.sigmoid(self.time_mean + self.time_std * normal)
 
     def weight(self, t: Tensor) -> Tensor:
-        """The factor on the squared error at t; min-SNR makes the weight of the x0 error min(SNR, gamma)."""
+        """Returns the factor on the squared error at t; min-SNR makes the weight of the x0 error min(SNR, gamma)."""
         if self.weighting == "plain":
             return torch.ones_like(t)
         at = self.path(self.path.inside(t))
@@ -61,7 +61,7 @@ class Objective:
         return snr.clamp(max=self.min_snr_gamma) / x0_weight(self.prediction, at)
 
     def loss(self, predict: Predict, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """The weighted mean squared error of each sample (Eq. 3 for DDPM, Eq. 4 for flow matching): [B]."""
+        """Returns each sample's weighted mean squared error (Eq. 3 for DDPM, Eq. 4 for flow matching): [B]."""
         at = self.path(t)
         alpha, sigma, _, _ = at.broadcast(x0)
         output = predict(alpha * x0 + sigma * eps, t)
@@ -74,7 +74,7 @@ class Objective:
 OBJECTIVES = {
     "fm": Objective(Prediction.VELOCITY, "linear"),
     "fm-logit-normal": Objective(Prediction.VELOCITY, "linear", time="logit-normal"),
-    # Photographs take shape at high noise: the coarsest of their latents are several times as large as the others.
+    # Photographs take shape at high noise: their coarsest latent components are several times as large as the others.
     "fm-high-noise": Objective(Prediction.VELOCITY, "linear", time="logit-normal", time_mean=0.7, time_std=1.3),
     "ddpm": Objective(Prediction.EPS, "cosine"),
     "ddpm-min-snr": Objective(Prediction.EPS, "cosine", weighting="min-snr"),

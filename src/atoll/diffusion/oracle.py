@@ -1,7 +1,7 @@
-"""Perfect experts in closed form, on data whose every conditional mean is known: what conversions are judged by.
+"""Perfect experts in closed form, on data with known conditional means: the ground truth for testing conversions.
 
-The data are K clusters, each a mixture of Gaussians with diagonal covariance. For x = alpha x0 + sigma eps the
-means of x0 and eps given x, of one cluster or of all, are sums over components, and so is p(cluster | x).
+The data are K clusters, each a mixture of Gaussians with diagonal covariance. For x = alpha x0 + sigma eps, the
+means of x0 and eps given x, for one cluster or for all, are sums over components, and so is p(cluster | x).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class ClusteredGaussians:
 
     @classmethod
     def random(cls, num_clusters: int, num_components: int, dim: int, seed: int = 0) -> "ClusteredGaussians":
-        """Clusters around random centres, in float64."""
+        """Returns clusters around random centres, in float64."""
         g = torch.Generator().manual_seed(seed)
         shape = (num_clusters, num_components, dim)
         centres = 2 * torch.randn(num_clusters, 1, dim, generator=g, dtype=torch.float64)
@@ -36,7 +36,7 @@ class ClusteredGaussians:
 
     @classmethod
     def islands(cls, num_clusters: int = 4, num_components: int = 12) -> "ClusteredGaussians":
-        """A ring of islands around a lagoon, in two dimensions: what the pictures in the docs are drawn from."""
+        """Returns a ring of islands around a lagoon, in two dimensions, for the figures in the docs."""
         k, m = num_clusters, num_components
         arc = torch.linspace(0.12, 0.88, m, dtype=torch.float64)
         angle = 2 * torch.pi * (torch.arange(k, dtype=torch.float64)[:, None] + arc) / k  # [K, M]
@@ -46,7 +46,7 @@ class ClusteredGaussians:
         return cls(means, spread[None, :, None].expand(k, m, 2), torch.full((k, m), 1 / (k * m), dtype=torch.float64))
 
     def sample(self, num: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """num points [num, D] and the cluster of each [num]."""
+        """Returns num points [num, D] and the cluster of each [num]."""
         k, m, d = self.means.shape
         component = torch.multinomial(self.weights.flatten(), num, replacement=True, generator=generator)
         noise = torch.randn(num, d, generator=generator, dtype=self.means.dtype)
@@ -54,7 +54,7 @@ class ClusteredGaussians:
         return x, component // m
 
     def estimate(self, x: Tensor, at: Coefficients, cluster: int | None = None) -> Estimate:
-        """E[x0 | x] and E[eps | x], over one cluster or over all of the data."""
+        """Returns E[x0 | x] and E[eps | x], over one cluster or over all data."""
         log_joint, x0, eps = self._components(x, at)
         if cluster is not None:
             log_joint, x0, eps = (part[:, cluster : cluster + 1] for part in (log_joint, x0, eps))
@@ -62,12 +62,12 @@ class ClusteredGaussians:
         return Estimate((share * x0.flatten(1, 2)).sum(1), (share * eps.flatten(1, 2)).sum(1))
 
     def posterior(self, x: Tensor, at: Coefficients) -> Tensor:
-        """p(cluster | x), the perfect router: [B, K]."""
+        """Returns p(cluster | x), the perfect router: [B, K]."""
         log_joint, _, _ = self._components(x, at)
         return torch.softmax(torch.logsumexp(log_joint, 2), 1)
 
     def expert(self, cluster: int, prediction: Prediction, schedule: Schedule) -> Predict:
-        """The network that a cluster's perfect training would give, on its own schedule and times."""
+        """Returns the network that perfect training on a cluster would give, on its own schedule and times."""
 
         def predict(x: Tensor, t: Tensor) -> Tensor:
             at = schedule.coefficients(t)
@@ -76,12 +76,12 @@ class ClusteredGaussians:
         return predict
 
     def velocity(self, x: Tensor, t: Tensor) -> Tensor:
-        """The true marginal velocity of all the data on the canonical path: what Eq. 1 must add up to."""
+        """Returns the true marginal velocity of all data on the canonical path, which Eq. 1 must reproduce."""
         x0, eps = self.estimate(x, LINEAR.coefficients(t))
         return eps - x0
 
     def ensemble_velocity(self, transfers: Sequence[Transfer], x: Tensor, t: Tensor) -> Tensor:
-        """The same by Eq. 1: the sum over clusters of p(k | x) times the velocity of expert k, each of its kind."""
+        """Returns the same by Eq. 1: the sum over clusters of p(k | x) times the converted velocity of expert k."""
         velocities = [
             transfer.velocity(self.expert(k, transfer.prediction, transfer.schedule), x, t)
             for k, transfer in enumerate(transfers)
@@ -89,7 +89,7 @@ class ClusteredGaussians:
         return torch.einsum("bk,kbd->bd", self.posterior(x, LINEAR(t)), torch.stack(velocities))
 
     def _components(self, x: Tensor, at: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(component, x) up to a constant [B, K, M], and E[x0], E[eps] given it [B, K, M, D]."""
+        """Returns log p(component, x) up to a constant [B, K, M], and E[x0], E[eps] given both [B, K, M, D]."""
         alpha, sigma = (c.reshape(-1, 1, 1, 1) for c in at[:2])
         off = x[:, None, None] - alpha * self.means  # [B, K, M, D]
         variance = alpha**2 * self.variances + sigma**2

@@ -1,7 +1,7 @@
-"""What a network outputs, and the conversions among the four kinds.
+"""The four prediction types of networks, and conversions among them.
 
-All four say the same thing in other words: at a known x = alpha x0 + sigma eps, any one of them determines
-the pair (x0, eps), and the pair determines any other.
+All four are equivalent: at a known x = alpha x0 + sigma eps, any one of them determines the pair (x0, eps), and
+the pair determines all others.
 """
 
 from enum import StrEnum
@@ -25,16 +25,16 @@ class Prediction(StrEnum):
 
 
 class Estimate(NamedTuple):
-    """A clean sample and a noise that together make up x."""
+    """A clean sample and the noise that combine to x."""
 
     x0: Tensor
     eps: Tensor
 
 
 def estimate(prediction: Prediction, output: Tensor, x: Tensor, at: Coefficients) -> Estimate:
-    """The (x0, eps) that a network's output at x stands for (EPS: Eq. 5).
+    """Returns the (x0, eps) that a network's output at x implies (EPS: Eq. 5).
 
-    Where alpha (for EPS) or sigma (for X0) is zero this is 0/0; `Transfer` keeps away from there.
+    Where alpha (for EPS) or sigma (for X0) is zero this is 0/0, which `Transfer` avoids.
     """
     assert output.shape == x.shape
     alpha, sigma, d_alpha, d_sigma = at.broadcast(x)
@@ -52,7 +52,7 @@ def estimate(prediction: Prediction, output: Tensor, x: Tensor, at: Coefficients
 
 
 def output_for(prediction: Prediction, x0: Tensor, eps: Tensor, at: Coefficients) -> Tensor:
-    """What a perfect network of this kind would output: the training target, and the inverse of `estimate`."""
+    """Returns the training target, that is, the output of a perfect network; the inverse of `estimate`."""
     alpha, sigma, d_alpha, d_sigma = at.broadcast(x0)
     match prediction:
         case Prediction.EPS:
@@ -66,7 +66,7 @@ def output_for(prediction: Prediction, x0: Tensor, eps: Tensor, at: Coefficients
 
 
 def x0_weight(prediction: Prediction, at: Coefficients) -> Tensor:
-    """w(t) such that the squared error of this prediction is w(t) |x0_hat - x0|^2 (Proposition 1).
+    """Returns w(t) such that the squared error of this prediction is w(t) |x0_hat - x0|^2 (Proposition 1).
 
     EPS is Eq. 9. V is Eq. 10, and on a variance-preserving schedule 1 / sigma^2. On the linear path VELOCITY
     has 1 / t^2, so that its ratio to EPS is 1 / alpha^2 there too (Eq. 11 and the Remark).

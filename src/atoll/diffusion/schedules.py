@@ -28,19 +28,20 @@ class Coefficients(NamedTuple):
     d_sigma: Tensor
 
     def broadcast(self, x: Tensor) -> "Coefficients":
-        """The same, shaped and typed to multiply a batch x[B, ...]."""
+        """Returns the same, shaped and typed to multiply a batch x[B, ...]."""
         return Coefficients(*(broadcast(c, x) for c in self))
 
 
 def broadcast(values: Tensor, x: Tensor) -> Tensor:
-    """One value for the whole batch (0-d), or one per sample ([B]), shaped and typed to multiply x[B, ...]."""
+    """Returns one value for the batch (0-d), or one per sample ([B]), shaped and typed to multiply x[B, ...]."""
     if values.dim() == 0:
         return values.to(x.device, x.dtype)
     return values.to(x.device, x.dtype).view(-1, *[1] * (x.dim() - 1))
 
 
 def check_times(t: Tensor) -> None:
-    """Refuse times outside [0, 1]. Only on the CPU: elsewhere the look itself would stall the device."""
+    """Raises InputError for times that are not floats in [0, 1]. Values are checked only on the CPU: reading them would
+    stall a GPU."""
     if t.dtype not in (torch.float32, torch.float64):
         raise InputError(f"t has dtype {t.dtype}: times are float32 or float64 fractions in [0, 1], not step numbers")
     if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
@@ -52,7 +53,7 @@ def check_times(t: Tensor) -> None:
 
 
 def interior(t: Tensor) -> Tensor:
-    """t kept off the ends by sqrt(machine epsilon).
+    """Returns t clamped to stay sqrt(machine epsilon) away from the ends.
 
     Where alpha or sigma vanishes, an estimate divided by it is 0/0. A step of size d away from the end costs
     an error of order d, and rounding costs epsilon / d: the sum is least at d = sqrt(epsilon).
@@ -65,7 +66,7 @@ class Schedule(ABC):
     """t -> (alpha, sigma), for t in [0, 1]."""
 
     data_time: float = 0.0
-    """Where alpha = 1 and sigma = 0; below 0 for a table that begins with some noise."""
+    """The time at which alpha = 1 and sigma = 0; below 0 for a table whose first step has noise."""
 
     def __call__(self, t: Tensor) -> Coefficients:
         check_times(t)
@@ -73,23 +74,23 @@ class Schedule(ABC):
 
     @abstractmethod
     def coefficients(self, t: Tensor) -> Coefficients:
-        """alpha, sigma and their derivatives, unchecked: `time_of` may lead outside [0, 1]."""
+        """Returns alpha, sigma and their derivatives, without checking t: `time_of` may return times outside [0, 1]."""
 
     @abstractmethod
     def log_snr(self, t: Tensor) -> Tensor:
-        """log(alpha^2 / sigma^2), falling from data to noise."""
+        """Returns log(alpha^2 / sigma^2), which falls from data to noise."""
 
     @abstractmethod
     def time_of(self, log_snr: Tensor) -> Tensor:
-        """The inverse of `log_snr`."""
+        """Returns the time with this log-SNR: the inverse of `log_snr`."""
 
     def inside(self, t: Tensor) -> Tensor:
-        """t kept off the ends where alpha or sigma vanishes; a table has no such ends."""
+        """Returns t clamped away from ends where alpha or sigma vanishes; a table has no such ends."""
         return interior(t) if math.isinf(self.log_snr_range[0]) else t
 
     @cached_property
     def log_snr_range(self) -> tuple[float, float]:
-        """The log-SNR at t = 1 and at t = 0: what a network trained on this schedule can have seen."""
+        """Returns the log-SNR at t = 1 and at t = 0: the range seen by a network trained on this schedule."""
         noise, data = self.log_snr(torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist()
         return noise, data
 
@@ -114,7 +115,7 @@ class Cosine(Schedule):
     """alpha = cos(pi t / 2), sigma = sin(pi t / 2): the DDPM experts' schedule (Eq. 3)."""
 
     def coefficients(self, t: Tensor) -> Coefficients:
-        # The sine of the distance to each end: cos(pi t / 2) would lose its digits as t -> 1.
+        # The sine of the distance to each end: cos(pi t / 2) would lose precision as t -> 1.
         alpha, sigma = torch.sin(math.pi / 2 * (1 - t)), torch.sin(math.pi / 2 * t)
         return Coefficients(alpha, sigma, -math.pi / 2 * sigma, math.pi / 2 * alpha)
 
@@ -130,10 +131,10 @@ class Cosine(Schedule):
 class DDPMTable(Schedule):
     """A discrete DDPM table of betas in continuous time: t = i / (num_steps - 1) is step i of the table.
 
-    log alpha^2 is the running sum of log(1 - beta_i), taken as linear between steps: a process whose noise
+    log alpha^2 is the running sum of log(1 - beta_i), interpolated linearly between steps: a process whose noise
     rate is constant within a step, equal to the table at every step and invertible in closed form. A table
-    neither starts at pure data nor ends at pure noise, so `time_of` may lead outside [0, 1]: one step back lies
-    the data itself (alpha = 1), and past t = 1 the last rate goes on.
+    neither starts at pure data nor ends at pure noise, so `time_of` may lead outside [0, 1]: clean data (alpha = 1)
+    lies one step before t = 0, and the last rate continues past t = 1.
     """
 
     beta_start: float
@@ -166,11 +167,11 @@ class DDPMTable(Schedule):
         log_alpha2 = F.logsigmoid(log_snr)
         start, rate = _table(self, log_snr.dtype, log_snr.device)
         step = torch.searchsorted(-start, -log_alpha2.contiguous(), right=True).sub(1).clamp(0, self.num_steps - 1)
-        # By `take`, for indexing looks at a 0-d index, which stalls a device.
+        # `take`, since indexing with a 0-d tensor reads its value, which stalls a GPU.
         return (step - 1 + (log_alpha2 - start.take(step)) / rate.take(step)) / (self.num_steps - 1)
 
     def _log_alpha2(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """log alpha^2 and its derivative in t."""
+        """Returns log alpha^2 and its derivative in t."""
         start, rate = _table(self, t.dtype, t.device)
         position = t * (self.num_steps - 1) + 1  # 0 is data, i + 1 is step i of the table
         step = position.detach().long().clamp(0, self.num_steps - 1)
@@ -180,7 +181,8 @@ class DDPMTable(Schedule):
 
 @dataclass(frozen=True)
 class CosineTable(DDPMTable):
-    """Nichol and Dhariwal's 1000 betas, none above 0.999: the cosine of DDPM samplers, whose last alpha is not 0."""
+    """Nichol and Dhariwal's 1000 betas, clipped at 0.999: the cosine schedule of DDPM samplers, whose last alpha is
+    not 0."""
 
     beta_start: float = 0.0
     beta_end: float = 0.999
@@ -194,7 +196,7 @@ class CosineTable(DDPMTable):
 
 @lru_cache
 def _table(schedule: DDPMTable, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """log alpha^2 where each step starts, and its rate within the step."""
+    """Returns log alpha^2 at the start of each step, and its rate within the step."""
     rate = torch.log1p(-schedule.betas)
     start = F.pad(torch.cumsum(rate, 0), (1, 0))[:-1]
     return send(start.to(dtype), device), send(rate.to(dtype), device)

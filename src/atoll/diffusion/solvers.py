@@ -1,12 +1,12 @@
-"""From noise to data: solvers over any canonical velocity function, and native samplers of one expert.
+"""Solvers for any canonical velocity function, and native samplers for a single expert.
 
-A solver is a pure function of a velocity, a start and a descending grid of times. It hands the velocity one
-0-d time for the whole batch. The native samplers walk an expert's own schedule instead, as DDPM did.
+A solver is a pure function of a velocity, an initial x and a descending grid of times. It calls the velocity with
+one 0-d time for the whole batch. The native samplers follow an expert's own schedule instead, as DDPM did.
 
-Each solver is written as a walk, a generator that yields where it needs the velocity and is sent it there. So whoever
-has many walks at different times can advance all of them by one evaluation with one batch.
+Each solver is written as a walk, a generator that yields (x, t) and is sent the velocity there. A server can thus
+advance many walks at different times by one batched evaluation.
 
-Times stay on the host, where a look at them costs nothing; the velocity gets those of a copy, sent once, where x is.
+Times stay on the host, where reading them costs nothing; the velocity gets a copy on the device of x, sent once.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -30,22 +30,22 @@ Denoise = Callable[[Tensor, Tensor], Estimate]
 
 
 class Step(NamedTuple):
-    """What a solver shows to whoever watches it, after each step."""
+    """The argument of the `on_step` callback after each step."""
 
     number: int  # from 0
-    t: Tensor  # where the velocity was taken, 0-d, on the host
-    x: Tensor  # where it led
+    t: Tensor  # time of the velocity, 0-d, on the host
+    x: Tensor  # the sample after the step
     x0: Tensor  # the clean sample that the velocity at t points to
 
 
 OnStep = Callable[[Step], None]
 Generators = torch.Generator | Sequence[torch.Generator] | None
 Walk = Generator[tuple[Tensor, Tensor], Tensor, Tensor]
-"""Yields (x, t) where it needs the velocity, is sent that, and returns where it has led; t is 0-d, where x is."""
+"""Yields (x, t), is sent the velocity there, and finally returns the sample; t is 0-d, on the device of x."""
 
 
 class Solver:
-    """A walk from noise to data, and the function that takes it with one velocity."""
+    """A walk from noise to data; calling it runs the walk with one velocity function."""
 
     def __init__(self, walk: Callable[[Tensor, Tensor, OnStep | None], Walk]) -> None:
         self.walk = walk
@@ -63,7 +63,7 @@ class Solver:
 
 
 def uniform_times(num_steps: int) -> Tensor:
-    """num_steps + 1 times, evenly spaced from noise to data."""
+    """Returns num_steps + 1 times, evenly spaced from noise to data."""
     return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
 
 
@@ -72,7 +72,7 @@ def uniform_times(num_steps: int) -> Tensor:
 
 @Solver
 def euler(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
-    """Order 1, one evaluation a step."""
+    """Order 1, one evaluation per step."""
     grid, sent = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
         u = yield x, sent[i]
@@ -83,10 +83,10 @@ def euler(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
 
 @Solver
 def heun(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
-    """Order 2: the mean of the slopes at both ends; two evaluations a step.
+    """Order 2: the mean of the slopes at both ends; two evaluations per step.
 
-    A step to t = 0 takes the first slope alone, which costs no order: at t = 0 itself the noise in a sample is zero,
-    and an x0-predicting expert's error divided by it would be all there is.
+    A step to t = 0 uses only the first slope, without loss of order: at t = 0 itself sigma is zero, and dividing by it
+    would leave only the error of an x0-predicting expert.
     """
     grid, sent = _grid(times, x)
     for i, (t, t_next) in enumerate(pairwise(grid)):
@@ -100,7 +100,7 @@ def heun(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
 
 @Solver
 def midpoint(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
-    """Order 2: the slope at the middle; two evaluations a step, never one at t = 0."""
+    """Order 2: the slope at the midpoint; two evaluations per step, never at t = 0."""
     grid, sent = _grid(times, x)
     middles = sent[:-1] + sent.diff() / 2
     for i, (t, t_next) in enumerate(pairwise(grid)):
@@ -114,7 +114,7 @@ def midpoint(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
 
 @Solver
 def multistep(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
-    """Order 2: Adams-Bashforth from the last two slopes, for any step sizes; one evaluation a step."""
+    """Order 2: Adams-Bashforth from the last two slopes, for any step sizes; one evaluation per step."""
     grid, sent = _grid(times, x)
     last: tuple[Tensor, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(grid)):
@@ -132,10 +132,10 @@ def multistep(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
 
 @Solver
 def dpm2m(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
-    """Order 2: DPM-Solver++(2M), which extrapolates x0 along log(alpha / sigma); one evaluation a step.
+    """Order 2: DPM-Solver++(2M), which extrapolates x0 along log(alpha / sigma); one evaluation per step.
 
-    At t = 1 and t = 0 that coordinate is infinite. The steps that touch an end are of order 1 there, which at
-    t = 0 means: the sample is the last x0.
+    At t = 1 and t = 0 that coordinate is infinite, so steps from or to an end are of order 1; a step to t = 0 returns
+    the last x0.
     """
     grid, sent = _grid(times, x)
     last: tuple[Tensor, Tensor] | None = None
@@ -157,7 +157,7 @@ def dpm2m(x: Tensor, times: Tensor, on_step: OnStep | None) -> Walk:
 SOLVERS = {"euler": euler, "heun": heun, "midpoint": midpoint, "multistep": multistep, "dpm2m": dpm2m}
 
 EVALUATIONS = {"euler": 1, "heun": 2, "midpoint": 2, "multistep": 1, "dpm2m": 1}
-"""Calls of the velocity a step; one less in all for heun to t = 0."""
+"""Velocity evaluations per step; heun saves one in total if it ends at t = 0."""
 
 
 def get_solver(name: str) -> Solver:
@@ -177,10 +177,10 @@ def ddim(
     eta: float = 0.0,
     generator: Generators = None,
 ) -> Tensor:
-    """DDIM on the expert's own schedule; eta scales the fresh noise of each step, 0 is deterministic.
+    """Samples by DDIM on the expert's own schedule; eta scales the fresh noise of each step, 0 is deterministic.
 
-    Time 0 in the grid stands for clean data, also on a table, whose own step 0 still has some noise. With a list of
-    generators, one per sample, a sample does not depend on the batch it is in.
+    Time 0 in the grid means clean data, even for a table, whose own step 0 still has some noise. With a list of
+    generators, one per sample, a sample does not depend on its batch.
     """
     grid, sent = _grid(times, x)
     for i, (t_grid, t_next) in enumerate(pairwise(grid)):
@@ -189,7 +189,7 @@ def ddim(
         alpha, sigma, _, _ = schedule(t)
         after = t_next if t_next > 0 else torch.full_like(t_next, schedule.data_time)
         alpha_next, sigma_next, _, _ = schedule.coefficients(after)
-        # The variance that a Markov step from t_next to t adds, seen back from t (DDPM's posterior variance).
+        # The variance that a forward Markov step from t_next to t adds; `fresh` is DDPM's posterior variance.
         added = sigma**2 - (alpha / alpha_next * sigma_next) ** 2
         fresh = eta * sigma_next / sigma * added.clamp_min(0).sqrt()
         x = alpha_next * x0 + (sigma_next**2 - fresh**2).clamp_min(0).sqrt() * eps
@@ -199,17 +199,17 @@ def ddim(
 
 
 def table_times(num_steps: int, num_train: int = 1000) -> Tensor:
-    """Returns so many steps of a table as times, the last of them first ("trailing"), and then 0 for clean data.
+    """Returns `num_steps` steps of a table as times ("trailing" spacing), starting at the last, then 0 for clean data.
 
-    Step 0 itself, which still has noise, is a ten-thousandth of a step later, to be another time than clean data's.
+    Step 0 itself, which still has noise, is shifted by a ten-thousandth of a step, to differ from clean data.
     """
     steps = torch.arange(num_train, 0, -num_train / num_steps, dtype=torch.float64)[:num_steps].round() - 1
     return torch.cat([steps.clamp_min(1e-4) / (num_train - 1), torch.zeros(1, dtype=torch.float64)])
 
 
 def bounded_x0(x0: Tensor, bound: Tensor, dynamic: bool = False, ratio: float = 0.995) -> Tensor:
-    """Returns x0 clipped to the bound, or with dynamic thresholding (Saharia et al. 2022): where its quantile of that
-    ratio lies beyond, clipped to the quantile and then shrunk to the bound."""
+    """Returns x0 clipped to the bound. With dynamic thresholding (Saharia et al. 2022), if its `ratio`-quantile exceeds
+    the bound, it is clipped to the quantile and then scaled to the bound."""
     relative = x0 / bound
     if not dynamic:
         return relative.clamp(-1, 1) * bound
@@ -221,7 +221,7 @@ def bounded_x0(x0: Tensor, bound: Tensor, dynamic: bool = False, ratio: float = 
 
 
 def _noise_like(x: Tensor, generator: Generators) -> Tensor:
-    """Noise of the shape of x, drawn where the generators are."""
+    """Returns noise of the shape of x, drawn on the generators' device."""
     if isinstance(generator, Sequence):
         return torch.cat([_noise_like(one, g) for one, g in zip(x.split(1), generator, strict=True)])
     device = x.device if generator is None else generator.device
@@ -229,7 +229,7 @@ def _noise_like(x: Tensor, generator: Generators) -> Tensor:
 
 
 def _grid(times: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The grid checked, in the precision of x (at least single): on the host, and where x is."""
+    """Returns the checked grid in the precision of x (at least single), on the host and on the device of x."""
     grid = times.to("cpu", torch.float64 if x.dtype == torch.float64 else torch.float32)
     if grid.dim() != 1 or len(grid) < 2 or not bool((grid.diff() < 0).all()):
         raise InputError("a time grid is at least two times, each below the one before")

@@ -1,10 +1,10 @@
-"""Experts of any prediction and any schedule as one velocity field on the canonical path.
+"""Converts experts of any prediction type and schedule to one velocity field on the canonical path.
 
-The canonical path is the linear one. To call an expert trained on another schedule S from canonical (x, t):
+The canonical path is the linear one. To evaluate an expert trained on another schedule S at canonical (x, t):
 its native time is the s at which S has the signal-to-noise ratio of (x, t), its native input is x scaled to
-S's magnitude there, and the (x0, eps) it answers are the same on both paths. For exact experts this is exact.
-A trained EPS expert is not exact, and where alpha is small its x0 is its error divided by alpha; that is
-what `calibrated` is for.
+S's magnitude there, and the (x0, eps) it predicts are the same on both paths. For exact experts this is exact.
+A trained EPS expert is not exact, and where alpha is small its x0 is dominated by its error divided by alpha;
+`calibrated` corrects this.
 """
 
 import math
@@ -21,14 +21,14 @@ from atoll.errors import InputError, unknown
 from atoll.tensors import send
 
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""A network on its own schedule: (x, t) -> its prediction. Text and the like are bound before."""
+"""A network on its own schedule: (x, t) -> its prediction, with text already bound."""
 
 
 class Conversion(StrEnum):
     EXACT = "exact"  # transfer by signal-to-noise ratio, nothing else
     CALIBRATED = "calibrated"  # exact, then the measured shrinkage of x0 towards the cluster's mean
     PAPER = "paper"  # Eq. 5-8 at the canonical (x, t), with the paper's safeguards
-    PAPER_DAMPED = "paper-damped"  # the same, with a reading of the paper's damping under which it acts
+    PAPER_DAMPED = "paper-damped"  # the same, with an interpretation of the paper's damping that has an effect
 
     @classmethod
     def _missing_(cls, value: object) -> "Conversion":
@@ -48,7 +48,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         levels, gains = self.log_snr, self.gain
-        if levels.device.type != "cpu":  # sent there by `to`, once it was checked
+        if levels.device.type != "cpu":  # sent there by `to` after being checked
             return
         finite = all(bool(torch.isfinite(values).all()) for values in (levels, gains, self.mean))
         rise = levels.dim() == 1 and len(levels) > 0 and bool((levels.diff() > 0).all())
@@ -57,7 +57,7 @@ class Calibration:
 
     @classmethod
     def fit(cls, dots: Tensor, squares: Tensor, log_snr: Tensor, mean: Tensor, num_bins: int = 32) -> "Calibration":
-        """Regresses x0 on an expert's x0_hat by `products` of each sample, in bins of equal count along log_snr[N]."""
+        """Regresses x0 on an expert's x0_hat from each sample's `products`, in bins of equal count along log_snr[N]."""
         levels, gains = [], []
         for rows in torch.argsort(log_snr).tensor_split(num_bins):
             gain = dots[rows].sum() / squares[rows].sum().clamp_min(1e-30)
@@ -69,11 +69,11 @@ class Calibration:
         return Calibration(*(send(values, device) for values in (self.log_snr, self.gain, self.mean)))
 
     def gain_at(self, log_snr: Tensor) -> Tensor:
-        """g, linear in log-SNR between the levels measured.
+        """Returns g, interpolated linearly in log-SNR between the measured levels.
 
-        Noisier than the noisiest of them, where x0_hat is error divided by alpha, the best gain falls as
-        alpha^2, that is, as the SNR itself: 0 at pure noise, where x0 is then the cluster's mean. Cleaner than the
-        cleanest, what is left to 1 falls as sigma^2 in the same way.
+        Beyond the noisiest level, where x0_hat is dominated by error divided by alpha, the best gain falls as alpha^2,
+        that is, as the SNR: it is 0 at pure noise, where x0 is then the cluster's mean. Beyond the cleanest level,
+        1 - g falls as sigma^2 in the same way.
         """
         levels, gains = (values.to(log_snr.device, log_snr.dtype) for values in (self.log_snr, self.gain))
         inside = log_snr.clamp(levels[0], levels[-1])
@@ -81,7 +81,7 @@ class Calibration:
             known = gains[0].expand_as(inside)
         else:
             right = torch.searchsorted(levels, inside.contiguous()).clamp(1, len(levels) - 1)
-            # By `take`, for indexing looks at a 0-d index, which stalls a device.
+            # `take`, since indexing with a 0-d tensor reads its value, which stalls a GPU.
             share = (inside - levels.take(right - 1)) / (levels.take(right) - levels.take(right - 1))
             known = torch.lerp(gains.take(right - 1), gains.take(right), share)
         noisier, cleaner = torch.exp((log_snr - levels[0]).clamp(max=0)), torch.exp((levels[-1] - log_snr).clamp(max=0))
@@ -89,19 +89,19 @@ class Calibration:
 
 
 def products(x0: Tensor, x0_hat: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """<x0 - m, x0_hat - m> and |x0_hat - m|^2 of each sample, in float64: all that a regression needs of them."""
+    """Returns each sample's <x0 - m, x0_hat - m> and |x0_hat - m|^2, in float64: sufficient for the regression."""
     truth, guess = ((values.double() - centre).flatten(1) for values in (x0, x0_hat))
     return (truth * guess).sum(1), (guess**2).sum(1)
 
 
 @dataclass(frozen=True)
 class Safeguards:
-    """The paper's three (section 3.2), and which of its two velocities they guard.
+    """The paper's three safeguards (section 3.2), and which of its two velocities they apply to.
 
     The paper gives no formula for its damping "at elevated noise levels where schedule derivatives become large", and
-    t > 0.85 is second-hand. Read here as: past that time, no derivative may exceed the linear path's. Eq. 8 has the
-    linear path's own derivatives, so that damping acts on Eq. 7 alone. With `damped` the velocity as a whole is divided
-    by the steepest derivative of the expert's own schedule there, pi/2 for cosine, which acts on both.
+    t > 0.85 is second-hand. It is interpreted here as: past that time, no derivative may exceed the linear path's.
+    Eq. 8 has the linear path's own derivatives, so this affects only Eq. 7. With `damped` the whole velocity is divided
+    by the steepest derivative of the expert's own schedule there, pi/2 for cosine, which affects both.
     """
 
     clamp: float = 20.0  # |x0| at most this
@@ -113,7 +113,7 @@ class Safeguards:
 
 @dataclass(frozen=True)
 class Transfer:
-    """How the outputs of one expert become canonical velocities."""
+    """Converts the outputs of one expert to canonical velocities."""
 
     prediction: Prediction
     schedule: Schedule
@@ -121,13 +121,13 @@ class Transfer:
     calibration: Calibration | None = None
     safeguards: Safeguards = field(default_factory=Safeguards)
     log_snr_range: tuple[float, float] | None = None
-    """What the expert saw in training; None: what its schedule has between t = 0 and 1. Beyond the noisy end its x0
-    at that end stands, beyond the clean end its eps. `paper` takes no notice of it."""
+    """The range seen in training; None: the schedule's range between t = 0 and 1. Beyond the noisy end, the expert's
+    x0 at that end is used, beyond the clean end its eps. `paper` ignores it."""
 
     def __post_init__(self) -> None:
         if self.log_snr_range is None:
             object.__setattr__(self, "log_snr_range", self.schedule.log_snr_range)
-        # Only the x0 of EPS is an error divided by alpha; the others gain little, and shrinking costs variety.
+        # Only EPS divides its error by alpha to get x0; the others gain little, and shrinking costs diversity.
         needs_it = self.prediction is Prediction.EPS and self.calibration is not None
         default = Conversion.CALIBRATED if needs_it else Conversion.EXACT
         object.__setattr__(self, "conversion", Conversion(self.conversion or default))
@@ -137,13 +137,13 @@ class Transfer:
             raise InputError("conversion 'calibrated' needs an expert that carries a calibration: use 'exact'")
 
     def to(self, device: torch.device) -> "Transfer":
-        """The same, with what was measured on the device."""
+        """Returns the same with the calibration on the device."""
         return self if self.calibration is None else replace(self, calibration=self.calibration.to(device))
 
     def velocity(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Tensor:
-        """dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one a sample.
+        """Returns dx/dt = eps - x0 at canonical (x, t). `t` is one time for the batch (0-d) or one per sample.
 
-        `prior_mean`[B or 1, ...] is what a calibrated x0 is drawn to, the cluster's mean by default.
+        A calibrated x0 is shrunk towards `prior_mean`[B or 1, ...], by default the cluster's mean.
         """
         if self._is_canonical:
             check_times(t)
@@ -154,7 +154,7 @@ class Transfer:
         return eps - x0
 
     def estimate(self, predict: Predict, x: Tensor, t: Tensor, prior_mean: Tensor | None = None) -> Estimate:
-        """The (x0, eps) behind canonical (x, t), by exact transfer and, if so set, calibrated."""
+        """Returns the (x0, eps) at canonical (x, t), by exact transfer and, if so configured, calibrated."""
         check_times(t)
         t = _time_for(x, t)
         assert self.log_snr_range is not None
@@ -162,7 +162,7 @@ class Transfer:
         here, log_snr = LINEAR(interior(t)), LINEAR.log_snr(interior(t))
         native_t = self.schedule.time_of(log_snr.clamp(noisiest, cleanest))
         at = self.schedule.coefficients(native_t)
-        # At equal SNR this is sigma_S / sigma and alpha_S / alpha alike, and unlike those never divides by zero.
+        # At equal SNR this equals both sigma_S / sigma and alpha_S / alpha, but never divides by zero.
         scale = torch.hypot(at.alpha, at.sigma) / torch.hypot(here.alpha, here.sigma)
         native_x = broadcast(scale, x) * x
         x0, eps = estimate(self.prediction, predict(native_x, native_t), native_x, at)
@@ -182,7 +182,7 @@ class Transfer:
 
     @property
     def _is_canonical(self) -> bool:
-        """Whether the expert's output is the velocity already."""
+        """Returns whether the expert's output already is the canonical velocity."""
         return (
             self.prediction is Prediction.VELOCITY
             and self.schedule == LINEAR
@@ -191,7 +191,7 @@ class Transfer:
         )
 
     def _paper(self, predict: Predict, x: Tensor, t: Tensor) -> Tensor:
-        """Eq. 5-8: the expert is asked at the canonical (x, t) itself, though its own marginal there is another."""
+        """Returns Eq. 5-8, with the expert evaluated at the canonical (x, t), though its own marginal there differs."""
         guard = self.safeguards
         check_times(t)
         at = self.schedule(self.schedule.inside(t))
@@ -208,7 +208,7 @@ class Transfer:
 
 
 def _time_for(x: Tensor, t: Tensor) -> Tensor:
-    """t in the precision of x: what is finer would be lost, and what is coarser would lose."""
+    """Returns t in the precision of x."""
     if x.dtype not in (torch.float32, torch.float64):
         raise InputError(f"x has dtype {x.dtype}: keep latents in float32, and let the network alone run in less")
     return t.to(x.dtype)

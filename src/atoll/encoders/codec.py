@@ -1,4 +1,4 @@
-"""What every codec is: images [B, 3, S, S] in [-1, 1] <-> float32 latents [B, C, h, w] of about unit variance."""
+"""The codec interface: images [B, 3, S, S] in [-1, 1] <-> float32 latents [B, C, h, w] of about unit variance."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from atoll.cards import CodecCard
 from atoll.encoders.pretrained import Frozen
 from atoll.errors import InputError
 
-FOLDER = "vae"  # the codec's place in an ensemble, as the published Paris model has it
+FOLDER = "vae"  # the codec's folder in a model, as in the published Paris model
 
 
 class Codec(Frozen):
-    """Images <-> latents, with fixed weights; `channels` of a pixel for each `factor` x `factor` of the image's."""
+    """Images <-> latents, with fixed weights: `channels` numbers for each `factor` x `factor` patch of pixels."""
 
     channels: int
     factor: int
     card_class, place = CodecCard, FOLDER
 
     def latent_shape(self, size: int) -> tuple[int, int, int]:
-        """Returns (C, h, w) of an image of `size` x `size`; sizes that cannot be encoded are errors."""
+        """Returns (C, h, w) for images of `size` x `size`; raises InputError for sizes that cannot be encoded."""
         if size < self.factor or size % self.factor:
             near = max(1, round(size / self.factor)) * self.factor
             raise InputError(
@@ -41,10 +41,10 @@ class Codec(Frozen):
 
 
 def check_images(images: Tensor) -> Tensor:
-    """Returns the images, asserted to be floats [B, 3, S, S] in [-1, 1]."""
+    """Returns the images after asserting that they are [B, 3, S, S] in [-1, 1]."""
     _, channels, height, width = images.shape
     assert (channels, height) == (3, width), images.shape
-    if images.device.type == "cpu":  # elsewhere the look would stall the device
+    if images.device.type == "cpu":  # reading the value would stall a GPU
         assert float(images.abs().max()) <= 1.001, "images must be in [-1, 1]"  # NaN fails too
     return images
 

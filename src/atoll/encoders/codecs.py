@@ -1,4 +1,4 @@
-"""Codecs by their spec, and from where they were saved."""
+"""Creates codecs from their specs, and loads saved ones."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ SPECS = (
 def make_codec(
     spec: str, *, sample: Tensor | None = None, dtype: torch.dtype = torch.float32, progress: bool = False
 ) -> Codec:
-    """Makes one by its spec: pixels, one fitted to `sample`, a VAE computed in `dtype`, or a data set's own."""
+    """Creates a codec from its spec: pixels, one fitted to `sample`, a VAE in `dtype`, or that of a data set."""
     kind, _, rest = spec.partition(":")
     if kind == "vae" and rest:
         return VAE.open(rest, dtype)
@@ -57,7 +57,7 @@ def _fit_codec(spec: str, sample: Tensor, progress: bool) -> Codec:
 
 
 def needs_sample(spec: str) -> bool:
-    """Returns whether `make_codec` must be given images to fit to."""
+    """Returns whether `make_codec` needs images to fit the codec to."""
     return spec.partition(":")[0] in FITTED
 
 
@@ -69,17 +69,17 @@ def load_codec(folder: str | Path) -> Codec:
 
 
 def is_quick(codec: Codec) -> bool:
-    """Returns whether hundreds of images are decoded in no time: a VAE takes a second each on a CPU."""
+    """Returns whether hundreds of images decode quickly; a VAE takes a second per image on a CPU."""
     return not isinstance(codec, VAE)
 
 
 @dataclass(frozen=True)
 class PixelsConfig:
-    """Nothing to choose."""
+    """Has no options."""
 
 
 class Pixels(Codec, Stored):
-    """The images themselves."""
+    """The identity: latents are the images themselves."""
 
     config_class = PixelsConfig
     spec, channels, factor = "pixels", 3, 1

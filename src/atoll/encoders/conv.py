@@ -1,4 +1,4 @@
-"""The codec `conv`: a lapped patch PCA, from which encoder and decoder learn together."""
+"""The codec `conv`: convolutional encoder and decoder, trained jointly from a lapped patch PCA."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -28,14 +28,14 @@ from atoll.encoders.refiner import (
 from atoll.errors import InputError, shown
 from atoll.networks.stored import Stored
 
-MAX_PATCH = 32  # pixels a side; the PCA that it starts from takes half a minute then
-GRID, LARGEST_DEFAULT = 8, 16  # tokens a side that the default patch leaves at least, and its most pixels
+MAX_PATCH = 32  # pixels per side, for which the initial PCA takes half a minute
+GRID, LARGEST_DEFAULT = 8, 16  # the default patch leaves at least 8 x 8 tokens and has at most 16 pixels per side
 STEPS, RATE, WARM_UP, MAX_NORM = 1800, 2e-3, 30, 0.5
-LINEAR_RATE = 0.1  # of RATE, for the linear maps, which start where they are good
-CROP = 64  # pixels a side that a step sees of each image at most: crops of 32 were worse on images of 64
-PIXELS = 2**14  # that a step sees in all, so that time does not grow with images
-UNIT_VARIANCE = 0.02  # weight of the penalty that keeps the latents' scale where the noise is meant for it
-NUM_STANDARDIZE = 1024  # images that shift and scale are taken from
+LINEAR_RATE = 0.1  # times RATE, for the linear maps, which have a good initialisation
+CROP = 64  # maximum crop size in pixels per side: crops of 32 were worse on images of 64
+PIXELS = 2**14  # pixels per step, so that the time does not depend on the image size
+UNIT_VARIANCE = 0.02  # weight of the penalty that keeps latents at unit variance, for which the noise is meant
+NUM_STANDARDIZE = 1024  # images for computing shift and scale
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ConvConfig:
 
     patch_size: int  # p
     num_channels: int  # n
-    width: int = 32  # of the encoder at half of the image's resolution, and of the refiner
+    width: int = 32  # of the encoder at half the image resolution, and of the refiner
     latent_width: int = 96  # of encoder and decoder at the latents' resolution
-    num_blocks: int = 1  # at each of these, but for the refiner
+    num_blocks: int = 1  # at each of these resolutions, except in the refiner
     refiner_blocks: int = 3
 
     def __post_init__(self) -> None:
@@ -64,12 +64,12 @@ class ConvConfig:
 
 
 class Encoder(nn.Module):
-    """What a convolutional network adds to the linear coefficients of each patch."""
+    """The convolutional network whose output is added to the linear coefficients of each patch."""
 
     def __init__(self, config: ConvConfig) -> None:
         super().__init__()
         self.stride = stride_of(config.patch_size)
-        cells = config.patch_size // self.stride  # a side of a patch
+        cells = config.patch_size // self.stride  # per side of a patch
         self.of_image = nn.Conv2d(3 * self.stride**2, config.width, 3, padding=1)
         self.blocks = residual_blocks(config.width, config.num_blocks)
         self.down = nn.Conv2d(config.width, config.latent_width, cells + 2, stride=cells, padding=1)
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
 
 
 class Context(nn.Module):
-    """What the refiner sees of latents: features of each patch and of those around it."""
+    """Computes the refiner's view of the latents: features of each patch and its neighbours."""
 
     def __init__(self, config: ConvConfig) -> None:
         super().__init__()
@@ -103,10 +103,10 @@ class Context(nn.Module):
 
 
 class ConvCodec(Codec, Stored):
-    """Overlapping patches through a linear map plus a network, in both directions: latents [B, n, S/p, S/p].
+    """Encodes overlapping patches by a linear map plus a network, and decodes likewise: latents [B, n, S/p, S/p].
 
-    The maps start as those of the lapped PCA and the networks at zero, so it starts as `pca:lapped:plain`. All are
-    fitted together to restore images from latents with noise, so the encoder too learns what survives errors.
+    The maps start as those of the lapped PCA and the networks at zero, that is, as `pca:lapped:plain`. All are trained
+    jointly to restore images from noisy latents, so that the encoder too becomes robust to errors in latents.
     """
 
     config: ConvConfig
@@ -167,16 +167,16 @@ class ConvCodec(Codec, Stored):
         start_at_zero(self.refiner.out)
 
     def _train(self, images: Tensor, seed: int, progress: bool) -> None:
-        """Learns to restore crops from their latents with noise, by the squared error."""
+        """Trains to restore crops from their noisy latents, by the squared error."""
         patch, grid = self.factor, images.shape[2] // self.factor
-        crop = min(grid, CROP // patch)  # patches a side
+        crop = min(grid, CROP // patch)  # patches per side
         batch = max(1, PIXELS // (crop * patch) ** 2)
         steps = min(STEPS, math.ceil(MAX_VISITS * len(images) * (grid / crop) ** 2 / batch))
         networks = [*self.encoder.parameters(), *self.context.parameters(), *self.refiner.parameters()]
         linear = [*self.analysis.parameters(), *self.synthesis.parameters()]
         optimizers = AdamW(networks, (0.9, 0.99)), AdamW(linear, (0.9, 0.99))
         rng = torch.Generator().manual_seed(seed)
-        filtered = filter_borders(images, self.lap)  # before crops are cut, which lack what is beyond
+        filtered = filter_borders(images, self.lap)  # before cropping, since crops lack the neighbouring pixels
         for step in trange(steps, desc="fit codec", unit=" steps", disable=not progress, leave=False):
             rows = torch.randint(len(images), (batch,), generator=rng)
             (top, above, below), (left, before, after) = (cut(grid, crop, patch, rng) for _ in range(2))
@@ -197,7 +197,7 @@ class ConvCodec(Codec, Stored):
                 optimizer.clear_gradients()
 
     def _standardize(self, images: Tensor) -> None:
-        """Gives latents a mean of 0 in every channel, and unit variance over all."""
+        """Sets shift and scale such that latents have mean 0 in every channel, and unit variance overall."""
         latents = self.encode(images[:: math.ceil(len(images) / NUM_STANDARDIZE)]).double()
         mean = latents.mean((0, 2, 3))[:, None, None]
         self.shift.copy_(mean)
@@ -214,7 +214,7 @@ class ConvCodec(Codec, Stored):
         return one_by_one(self._decode, latents.float() * self.scale + self.shift).clamp(-1, 1)
 
     def _encode(self, images: Tensor, filtered: Tensor) -> Tensor:
-        """Returns latents before shift and scale; `filtered` are the images with their borders filtered."""
+        """Returns latents before shift and scale; `filtered` are the images after `filter_borders`."""
         linear = self.analysis(to_patches(filtered, self.factor)).permute(0, 3, 1, 2)  # [B, n, S/p, S/p]
         return linear.contiguous() + self.encoder(images)
 
@@ -236,6 +236,6 @@ def default_patch(size: int) -> int:
 def default_channels(patch: int) -> int:
     """Returns 24, 48 and 96 for patches of 4, 8 and 16 pixels.
 
-    Of 16, 24, 32 and 48 numbers for patches of 8, more restored photographs better at each level of noise.
+    Among 16, 24, 32 and 48 channels for patches of 8, more were better at restoring photographs at each noise level.
     """
     return min(3 * patch**2, 6 * patch)

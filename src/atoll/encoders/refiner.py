@@ -1,8 +1,8 @@
-"""The refiner: a small residual network after a linear decoder, which expects errors in latents.
+"""The refiner: a small residual network after a linear decoder, robust to errors in latents.
 
-A model's latents are never quite right, and a linear decoder turns their errors into grain and into seams between
-patches. The refiner is fitted to images decoded from latents with noise, of any level up to `NOISE`, so it learns what
-noise in latents does to images, and what images of the data look like without it. Whatever is not noise stays.
+A model's latents are never exact, and a linear decoder turns their errors into grain and into seams between patches.
+The refiner is trained to restore images decoded from latents with noise of any level up to `NOISE`, so it learns what
+noise in latents does to images of this data, and removes it.
 """
 
 import math
@@ -17,24 +17,25 @@ from tqdm import trange
 
 from atoll.adam import AdamW
 
-# The largest deviation of the noise, in latents of unit variance. The demo's latents are changed as much as real ones
-# with noise of 0.2 to 0.3. With 0.7, samples of photographs were further from the data by `simple` features.
+# The largest standard deviation of the noise, for latents of unit variance. Latents sampled in the demo are changed as
+# much as real ones with noise of 0.2 to 0.3. With 0.7, samples of photographs were further from the data by `simple`
+# features.
 NOISE = 0.5
 WIDTH, BLOCKS = 32, 3
-FINE = 12, 16  # channels at full resolution, before and after the convolution that sees the image again
+FINE = 12, 16  # channels at full resolution, before and after the convolution that takes the image as a second input
 STEPS, LONG_STEPS = 900, 3200
 BATCH, RATE, WARM_UP = 16, 3e-3, 20
-PARTS = 2  # of a batch, each with a thread of its own: fixed, so that the number of cores does not change the bytes
-SEAM = 0.02  # weight of the square of what the seam ratio is too high by; 0.3 costs a third of a decibel, this nothing
-MAX_VISITS = 16  # of each pixel of the sample, on average; so few images take few steps
-CELLS = 16  # a side, that a step computes of each image at most: time does not grow with images
+PARTS = 2  # of a batch, one thread each; fixed, so that results do not depend on the number of cores
+SEAM = 0.02  # weight of the squared excess of the seam ratio; 0.3 costs a third of a decibel, this nothing
+MAX_VISITS = 16  # mean visits per pixel of the sample, so that few images take few steps
+CELLS = 16  # maximum crop size in cells per side, so that the time does not depend on the image size
 MAX_WIDTH, MAX_BLOCKS = 256, 32
 
 
 class Refiner(nn.Module):
-    """Residual blocks at half of the resolution, where they see twice as far at a quarter of the cost, then two layers.
+    """Residual blocks at half resolution (twice the receptive field at a quarter of the cost), then two layers at full.
 
-    They see the decoded image, and the latents too, or features of these: they tell where in a patch a pixel is.
+    Inputs are the decoded image and the latents, or features of these, which tell where in a patch a pixel is.
     """
 
     def __init__(self, channels: int, patch: int, width: int, num_blocks: int) -> None:
@@ -50,7 +51,7 @@ class Refiner(nn.Module):
         self.patch = patch
 
     def forward(self, latents: Tensor, images: Tensor) -> Tensor:
-        """Returns latents[B, n, S/p, S/p], decoded to images[B, 3, S, S], as better ones."""
+        """Returns refined images, given latents[B, n, S/p, S/p] and the images[B, 3, S, S] decoded from them."""
         x = self.of_image(F.pixel_unshuffle(images, self.stride))  # [B, width, S/2, S/2]
         x = x + F.pixel_shuffle(self.of_latents(latents), self.patch // self.stride)
         for block in self.blocks:
@@ -60,7 +61,7 @@ class Refiner(nn.Module):
 
 
 def residual_blocks(width: int, num: int) -> nn.ModuleList:
-    """Returns blocks whose output is added to their input."""
+    """Returns blocks whose output the caller adds to their input."""
     return nn.ModuleList(
         nn.Sequential(
             nn.SiLU(), nn.Conv2d(width, width, 3, padding=1), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)
@@ -70,7 +71,7 @@ def residual_blocks(width: int, num: int) -> nn.ModuleList:
 
 
 def start_at_zero(layer: nn.Conv2d) -> None:
-    """Makes a network that ends in this layer, and is added to something, change nothing at first."""
+    """Zeroes a residual branch's last layer, so that the branch initially changes nothing."""
     nn.init.zeros_(layer.weight)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
@@ -82,7 +83,7 @@ def rate_at(step: int, steps: int, rate: float, warm_up: int) -> float:
 
 
 def stride_of(patch: int) -> int:
-    """Returns the pixels a side of a cell: two where they divide a patch."""
+    """Returns the pixels per side of a cell: 2 if that divides the patch, otherwise 1."""
     return 2 if patch % 2 == 0 else 1
 
 
@@ -90,19 +91,20 @@ def fit_refiner(
     images: Tensor, latents: Tensor, decode: Callable[[Tensor], Tensor], patch: int, long: bool = False,
     seamless: bool = False, seed: int = 0, progress: bool = False,
 ) -> Refiner:  # fmt: skip
-    """Fits to images[N, 3, S, S] and their latents, by the squared error; the same ones and `seed` give the same bytes.
+    """Trains on images[N, 3, S, S] and their latents by the squared error; bit-reproducible for the same `seed`.
 
-    Sees crops of whole patches. The pixels next to a cut are not counted: a decoder may need the patch beyond. The
-    squared error alone leaves seams, since errors of two patches differ; `seamless` makes them as weak as in images.
+    Trains on crops of whole patches. Pixels next to a cut are left out of the loss, since a decoder may need the patch
+    beyond. The squared error alone leaves seams, since errors of neighbouring patches differ; `seamless` penalises
+    seams stronger than in the images.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = Refiner(latents.shape[1], patch, WIDTH, BLOCKS)
     start_at_zero(network.out)
-    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # on CPUs a quarter less time
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 25% faster on CPUs
     rng = torch.Generator().manual_seed(seed)
     grid = latents.shape[2]
-    most = max(2, CELLS * network.stride // patch)  # patches a side of a crop
+    most = max(2, CELLS * network.stride // patch)  # patches per side of a crop
     crop = min(grid, most)
     steps = min(LONG_STEPS if long else STEPS, math.ceil(MAX_VISITS * len(images) * (grid / crop) ** 2 / BATCH))
     weights = list(network.parameters())
@@ -139,7 +141,7 @@ def fit_refiner(
 
 @contextmanager
 def _single_threads(num: int) -> Iterator[Executor]:
-    """Yields threads; in them, and here meanwhile, torch uses no others, which would only wait for each other."""
+    """Yields an executor; meanwhile torch uses one thread in each of its threads and here, to avoid contention."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -150,9 +152,9 @@ def _single_threads(num: int) -> Iterator[Executor]:
 
 
 def seam_ratio(images: Tensor, patch: int, top: int = 0, left: int = 0) -> Tensor:
-    """Returns the mean absolute difference of neighbours in images[B, 3, H, W] across borders of patches over others'.
+    """Returns the mean absolute difference of neighbouring pixels across patch borders, relative to that elsewhere.
 
-    `top` and `left` are the pixels of the first patches that are missing.
+    Images are [B, 3, H, W]; `top` and `left` are the pixels missing from the first patches.
     """
     at_border, elsewhere = images.new_zeros(()), images.new_zeros(())
     for dim, first in ((2, top), (3, left)):
@@ -163,7 +165,7 @@ def seam_ratio(images: Tensor, patch: int, top: int = 0, left: int = 0) -> Tenso
 
 
 def cut(grid: int, crop: int, patch: int, rng: torch.Generator) -> tuple[int, int, int]:
-    """Returns the first patch of a random crop, and its first and last pixel that count."""
+    """Returns the first patch of a random crop, and the range of its pixels that count in the loss."""
     first = int(torch.randint(grid - crop + 1, (), generator=rng))
     margin = patch // 2
     return first, margin * (first > 0), crop * patch - margin * (first + crop < grid)

@@ -1,4 +1,4 @@
-"""Text encoders: captions -> token ids, which shards store, -> tokens [B, L, D] with a mask, which experts read."""
+"""Text encoders: captions -> token ids (stored in shards) -> tokens [B, L, D] with a mask (the experts' input)."""
 
 import hashlib
 import math
@@ -31,29 +31,29 @@ from atoll.networks.stored import Stored
 from atoll.storage import read_json
 from atoll.tensors import read_tensors, send
 
-FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # places in an ensemble, as the published Paris model has them
+FOLDER, TOKENIZER = "text_encoder", "tokenizer"  # folders in a model, as in the published Paris model
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 PADDING, BEGIN = 0, 1
-MAX_POSITIONS = 2**24  # numbers in the table of positions: 64 MB
-NUM_IDS = 2**30  # so many that no two words of a vocabulary meet; there is no table that would grow with it
-CHARACTERS = 100  # for each token of an encoder; of a longer text the rest is not looked at
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's step, as a signed number
+MAX_POSITIONS = 2**24  # elements of the position table: 64 MB
+NUM_IDS = 2**30  # large enough to avoid hash collisions; no table grows with it
+CHARACTERS = 100  # per token of an encoder's maximum length; the rest of a longer text is ignored
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's increment, as a signed number
 # Letters of scripts without spaces between words: Thai to Lao, Burmese, Khmer, kana, Han.
 NO_SPACES = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
 LLAMA_FILES = ("l2_supercat_256.safetensors", "l2_supercat_tokenizer_config.json")
-LLAMA_DIMS = (64, 128, 256)  # of Matryoshka embeddings: the first numbers work alone
-LLAMA_SCALE = 1024  # numbers are at most 8, and words have 0.1 to 1 of standard deviation
+LLAMA_DIMS = (64, 128, 256)  # of Matryoshka embeddings, whose leading dimensions work alone
+LLAMA_SCALE = 1024  # embeddings are at most 8, and words have a standard deviation of 0.1 to 1
 LLAMA_ADVICE = "install it again, pip install --force-reinstall wordllama"
-SPACE, BYTES = "\u2581", [f"<0x{byte:02X}>" for byte in range(256)]  # how Llama 2's vocabulary writes them
-MAX_WORD = 64  # characters that are looked at: the time to split a word grows with the square of its length
-MAX_KNOWN = 1 << 16  # words whose pieces are kept
+SPACE, BYTES = "\u2581", [f"<0x{byte:02X}>" for byte in range(256)]  # as in Llama 2's vocabulary
+MAX_WORD = 64  # characters used: the time to split a word grows with the square of its length
+MAX_KNOWN = 1 << 16  # words whose pieces are cached
 PROBE = "A photo of 2 red-haired cats, naïve & 猫!"
 
 
 class TextEncoder(Frozen):
-    """Captions to tokens, with fixed weights; the empty string is the null text."""
+    """Maps captions to tokens, with fixed weights; the empty string is the null text."""
 
     dim: int
     max_length: int
@@ -61,26 +61,26 @@ class TextEncoder(Frozen):
     card_class, place = TextEncoderCard, FOLDER
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
-        """Returns int32 ids [B, max_length], cut and padded."""
+        """Returns int32 ids [B, max_length], truncated and padded."""
         raise NotImplementedError
 
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns float32 tokens [B, L, dim] of ids[B, L], and a mask [B, L] that is True where one is to be seen."""
+        """Returns float32 tokens [B, L, dim] for ids[B, L], and a mask [B, L] that is True for real tokens."""
         raise NotImplementedError
 
     def mask(self, ids: Tensor) -> Tensor:
-        """Returns which tokens are to be seen, those before the padding: bool [B, L], on the device of the ids."""
+        """Returns the mask of real tokens, those before the padding: bool [B, L], on the device of the ids."""
         raise NotImplementedError
 
     def lengths(self, ids: Tensor) -> Sequence[int]:
-        """Returns how many tokens of each text are to be seen. Ask this of ids on the CPU, before they are sent."""
+        """Returns each text's number of real tokens. Call it on CPU ids: on a GPU it would wait for the device."""
         lengths: list[int] = self.mask(ids).sum(1).tolist()
         return lengths
 
     def checked(self, ids: Tensor) -> Tensor:
-        """Returns the ids, unless they are another text encoder's.
+        """Returns the ids; raises InputError if they are from another text encoder.
 
-        Their values are looked at only on the CPU: elsewhere that would stall the device.
+        Values are checked only on the CPU, since reading them would stall a GPU.
         """
         fits = ids.dim() == 2 and not ids.is_floating_point() and 1 <= ids.shape[1] <= self.max_length
         on_cpu = ids.device.type == "cpu" and ids.numel() > 0
@@ -100,7 +100,7 @@ class TextEncoder(Frozen):
 
 
 def make_text_encoder(spec: str, *, dtype: torch.dtype = torch.float32) -> TextEncoder:
-    """Makes `words` or `wordllama`, each also as `NAME:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` computed in `dtype`."""
+    """Creates `words` or `wordllama`, each also as `NAME:DIMxLENGTH`, or `clip:HUB_ID_OR_FOLDER` in `dtype`."""
     kind, _, rest = spec.partition(":")
     if kind == "clip" and rest:
         return CLIPText.open(rest, dtype)
@@ -112,7 +112,7 @@ def make_text_encoder(spec: str, *, dtype: torch.dtype = torch.float32) -> TextE
 
 
 def load_text_encoder(folder: str | Path, *, hide_padding: bool | None = None) -> TextEncoder:
-    """Returns the text encoder that `save` wrote to `folder`, or the CLIP of a published ensemble.
+    """Returns the text encoder that `save` wrote to `folder`, or the CLIP of a published model.
 
     `hide_padding=False` lets experts attend to CLIP's padding, as those of Paris do.
     """
@@ -139,7 +139,7 @@ class WordsConfig:
 
 
 class WordEncoder(TextEncoder, Stored):
-    """Tokens are those of a text's words. A begin token opens each text and is all that the null text has."""
+    """A text encoder with one or more tokens per word, after a begin token, which is the null text's only token."""
 
     kind: ClassVar[str]
     positions: Tensor
@@ -172,10 +172,11 @@ class WordEncoder(TextEncoder, Stored):
 
 
 class Words(WordEncoder):
-    """Words hashed to ids, an id to a fixed random vector of signs, plus its place. Nothing is learned or downloaded.
+    """Hashes words to ids, and ids to fixed random sign vectors, plus a position embedding. Nothing is learned or
+    downloaded.
 
-    Signs are bits of an integer hash, so they are exactly the same on every machine; two words' vectors are nearly
-    orthogonal.
+    Signs are bits of an integer hash, so they are exactly the same on every machine; the vectors of two words are
+    nearly orthogonal.
     """
 
     config: WordsConfig
@@ -196,24 +197,24 @@ class Words(WordEncoder):
 
 
 def _waves(max_length: int, dim: int) -> Tensor:
-    """Returns a vector for each place in a text: [max_length, dim]."""
-    # Waves from 2 pi to 2 pi max_length words long: no text is longer, so slower ones would stand still.
-    # On the CPU even where a network without memory is built: there torch's arange imports all of its compiler.
+    """Returns sinusoidal position embeddings: [max_length, dim]."""
+    # Wavelengths from 2 pi to 2 pi max_length words: longer ones would be nearly constant over any text.
+    # On the CPU even if the default device is "meta", where torch's arange imports all of torch's compiler.
     powers = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
     angle = torch.arange(max_length, dtype=torch.float64, device="cpu")[:, None] / max_length**powers
     return torch.cat([angle.sin(), angle.cos()], 1).float().to(torch.get_default_device())
 
 
 def split_words(text: str) -> Iterator[str]:
-    """Yields the words of a text in any script, in compatibility form and without case; punctuation is left out.
+    """Yields the words of a text in any script, normalised (NFKC) and case-folded, without punctuation.
 
-    Scripts that write no spaces, and emoji, give a word for each character.
+    In scripts without spaces, each character is a word; so is each emoji.
     """
     word, alone = list[str](), False
     folded = unicodedata.normalize("NFKC", text).casefold()
     for char in unicodedata.normalize("NFKC", folded):
         kind = unicodedata.category(char)
-        if kind == "Cf" or "\ufe00" <= char <= "\ufe0f":  # joiners, soft hyphens, the styles of an emoji
+        if kind == "Cf" or "\ufe00" <= char <= "\ufe0f":  # joiners, soft hyphens, emoji variation selectors
             continue
         if kind[0] == "M":
             if word:
@@ -231,28 +232,28 @@ def split_words(text: str) -> Iterator[str]:
 
 
 def _stands_alone(char: str) -> bool:
-    """Returns whether a character is a word by itself: an emoji, or of a script without spaces between words."""
+    """Returns whether a character is a word by itself: an emoji, or from a script without spaces between words."""
     kind = unicodedata.category(char)
     return kind == "So" or (kind[0] in "LN" and NO_SPACES.match(char) is not None)
 
 
 @lru_cache(maxsize=1 << 16)
 def word_id(word: str) -> int:
-    """Returns a word's id, the same in every process: not one of PADDING and BEGIN."""
+    """Returns a word's id, which is the same in every process and never PADDING or BEGIN."""
     digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
     return BEGIN + 1 + int.from_bytes(digest, "little") % (NUM_IDS - BEGIN - 1)
 
 
 def split_mix(state: Tensor) -> Tensor:
     """Returns SplitMix64's output for each 64-bit state."""
-    # int64 wraps around, as the unsigned original; a right shift copies the sign, so the copies are masked out.
+    # int64 wraps around like the unsigned original; a right shift copies the sign bit, so the copies are masked out.
     state = (state ^ (state >> 30 & 2**34 - 1)) * (0xBF58476D1CE4E5B9 - 2**64)
     state = (state ^ (state >> 27 & 2**37 - 1)) * (0x94D049BB133111EB - 2**64)
     return state ^ (state >> 31 & 2**33 - 1)
 
 
 def _signs(ids: Tensor, dim: int) -> Tensor:
-    """Returns a +-1 vector for each id, from 64 bits of SplitMix64 at a time: [..., dim]."""
+    """Returns a +-1 vector for each id, from blocks of 64 bits of SplitMix64: [..., dim]."""
     blocks = math.ceil(dim / 64)
     counters = ids.long()[..., None] * blocks + torch.arange(blocks, device=ids.device)  # [..., blocks]
     state = split_mix((counters + 1) * GOLDEN)
@@ -262,7 +263,7 @@ def _signs(ids: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class WordLlamaConfig:
-    """Sizes of WordLlama's table of embeddings and of its vocabulary."""
+    """Sizes of WordLlama's embedding table and vocabulary."""
 
     dim: int
     max_length: int
@@ -279,18 +280,18 @@ class WordLlamaConfig:
 
 
 class WordLlama(WordEncoder):
-    """Words with meaning: the token embeddings of WordLlama (Miller 2024, MIT), in which like words are near.
+    """Pretrained word embeddings, those of WordLlama (Miller 2024, MIT), in which similar words are close.
 
     Words are split into pieces of Llama 2's vocabulary. WordLlama was trained on sums of pieces, so that "kitten" is
-    near "cat" while "k" and "itten" are not: each piece of a word shows the sum over all of them, at unit variance,
-    plus its place. Embeddings are kept as integers: their sums are exactly the same on every machine and in any batch.
-    All that it needs is saved with it; the package is needed, and only its files are read, to make a new one.
+    near "cat" while "k" and "itten" are not: each piece's token is the sum over all pieces of its word, at unit
+    variance, plus a position embedding. Embeddings are integers, so that sums are exact on every machine and in any
+    batch. Everything needed is saved with it; only creating a new one reads files of the PyPI package.
     """
 
     config: WordLlamaConfig
     config_class, kind = WordLlamaConfig, "wordllama"
     embeddings: Tensor  # int16 [num_ids, dim]
-    pieces: Tensor  # the vocabulary in the order of its ids: UTF-8, a line each
+    pieces: Tensor  # the vocabulary in the order of ids: UTF-8, one piece per line
     starts: Tensor  # bool [num_ids], whether a piece begins a word
 
     def __init__(self, config: WordLlamaConfig) -> None:
@@ -303,7 +304,7 @@ class WordLlama(WordEncoder):
 
     @classmethod
     def installed(cls, dim: int = 256, max_length: int = 48) -> Self:
-        """Reads the files of the PyPI package, whose code is not imported: it could download others."""
+        """Reads the files of the PyPI package, without importing its code, which could download others."""
         if dim not in LLAMA_DIMS:
             raise InputError(f"wordllama has no tokens {dim} wide: choose {', '.join(map(str, LLAMA_DIMS))}")
         weights, tokenizer = installed_files("wordllama", "text", LLAMA_FILES)
@@ -324,7 +325,7 @@ class WordLlama(WordEncoder):
         self._read_pieces(path)
 
     def _read_pieces(self, path: Path) -> None:
-        """Reads the vocabulary while it is on the CPU."""
+        """Reads the vocabulary, while the buffers are on the CPU."""
         pieces = bytes(self.pieces.numpy()).decode("utf-8", "replace").split("\n")
         self._ids = {piece: i for i, piece in enumerate(pieces)}
         if len(self._ids) != self.num_ids or len(pieces) != self.num_ids or not self._ids.keys() >= set(BYTES):
@@ -334,7 +335,7 @@ class WordLlama(WordEncoder):
         self.starts = torch.tensor(starts, device="cpu")
 
     def word_ids(self, word: str) -> Sequence[int]:
-        """Returns the ids of a word's pieces. Case does not count: of `paris` and `Paris`, the shorter is taken."""
+        """Returns the ids of a word's pieces, ignoring case: of `paris` and `Paris`, the one with fewer pieces."""
         word = word[:MAX_WORD]
         if word not in self._known:
             if len(self._known) >= MAX_KNOWN:
@@ -344,7 +345,7 @@ class WordLlama(WordEncoder):
         return self._known[word]
 
     def _merge(self, word: str) -> list[int]:
-        """Returns the ids of byte-pair encoding: the pair whose whole has the lowest id is joined, if any has."""
+        """Returns ids by byte-pair encoding: repeatedly joins the pair whose union has the lowest id."""
         parts, ids = list(word), list[int]()
         while True:
             wholes = (self._ids.get(a + b, self.num_ids) for a, b in pairwise(parts))
@@ -352,7 +353,7 @@ class WordLlama(WordEncoder):
             if lowest == self.num_ids:
                 break
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        for part in parts:  # a character that is no piece is written in bytes
+        for part in parts:  # unknown characters fall back to bytes
             ids += [self._ids[part]] if part in self._ids else [self._ids[BYTES[byte]] for byte in part.encode()]
         return ids
 
@@ -363,7 +364,7 @@ class WordLlama(WordEncoder):
         num, length = ids.shape
         starts = self.starts[rows].long()
         words = starts.cumsum(1) - starts[:, :1] + length * torch.arange(num, device=ids.device)[:, None]  # [B, L]
-        # Whole numbers below 2^24 are exact in float32, and sums of their squares in float64, in whatever order.
+        # Integers below 2^24 are exact in float32, and sums of their squares in float64, in any order of summation.
         sums = torch.zeros(num * length, self.dim, device=ids.device)
         sums.index_add_(0, words.flatten(), self.embeddings[rows].flatten(0, 1).float())
         squares = sums.double().square().sum(1, keepdim=True)  # [B L, 1]
@@ -380,13 +381,13 @@ class CLIPText(TextEncoder, Foreign):
         self.tokenizer, self.hide_padding = tokenizer, hide_padding
         self.dim, self.num_ids = int(model.config.hidden_size), int(model.config.vocab_size)
         self.max_length = int(min(model.config.max_position_embeddings, tokenizer.model_max_length))
-        model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading needs no argument
+        model.config.atoll_hide_padding = hide_padding  # saved with the model, so that loading restores it
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype, hide_padding: bool | None = None) -> Self:
-        """Opens a hub id or folder with `text_encoder` and `tokenizer` in it, or with the files of both."""
+        """Opens a hub id or folder that has subfolders `text_encoder` and `tokenizer`, or the files of both."""
         place = locate(where, (FOLDER, ""), ("clip", "clip_text_model"), (f"{TOKENIZER}/*", *TOKENIZER_FILES))
-        # A whole CLIP also has the image side; old files also have the positions' numbers.
+        # A complete CLIP also has the vision weights; old files also have position ids.
         spare = r"vision_model|visual_projection|text_projection|logit_scale|.*position_ids$"
         model: Any = load_model("transformers", "CLIPTextModel", place, dtype, spare)
         if hide_padding is None:
@@ -407,7 +408,7 @@ class CLIPText(TextEncoder, Foreign):
         return torch.tensor(tokens["input_ids"], dtype=torch.int32)
 
     def _plain(self, text: str) -> str:
-        """Returns the text without half characters, which the tokenizer refuses, and words that would end it early."""
+        """Returns the text without lone surrogates, which the tokenizer rejects, and without special tokens."""
         text = _cut(text, self.max_length)
         for special in (self.tokenizer.bos_token, self.tokenizer.eos_token):
             text = text.replace(special, " ")
@@ -416,14 +417,14 @@ class CLIPText(TextEncoder, Foreign):
     @torch.no_grad()
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         ids = send(self.checked(ids), self.model.device)
-        # Attention is causal, so padding, which comes last, never alters the tokens before it.
+        # Attention is causal, so padding never affects the tokens before it.
         return self.model(input_ids=ids.long()).last_hidden_state.float(), self.mask(ids)
 
     def mask(self, ids: Tensor) -> Tensor:
         if not self.hide_padding:
             return torch.ones_like(ids, dtype=torch.bool)
         ends = (ids == self.tokenizer.eos_token_id).int()
-        return ends.cumsum(1) - ends == 0  # up to and with the first end; often padding is more of them
+        return ends.cumsum(1) - ends == 0  # up to and including the first end token; padding often repeats it
 
     def sizes(self) -> dict[str, Any]:
         return {**super().sizes(), "hide_padding": self.hide_padding}
@@ -447,14 +448,14 @@ class CLIPText(TextEncoder, Foreign):
 def _load_tokenizer(path: Path) -> Any:
     try:
         tokenizer = require("transformers", "hf").CLIPTokenizer.from_pretrained(str(path))
-    except Exception as error:  # the tokenizers library raises nothing more precise for a damaged file
+    except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"{path} has no tokenizer that can be read ({reason}): copy it again") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # which is what one gets where there are no files at all
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # the result if there are no files at all
         raise InputError(f"{path} has no tokenizer: give a folder with vocab.json and merges.txt or a tokenizer.json")
     return tokenizer
 
 
 def _cut(text: str, max_length: int) -> str:
-    """Returns the part of a text that fills an encoder many times over: time and memory must not grow with the rest."""
+    """Truncates a text, far beyond what an encoder can use, to bound time and memory."""
     return text[: CHARACTERS * min(max(max_length, 10), 65536)]

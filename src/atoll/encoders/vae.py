@@ -1,4 +1,4 @@
-"""VAEs of diffusers, and TAESD's own files."""
+"""VAEs from diffusers, and TAESD in its authors' format."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ class VAE(Codec, Foreign):
         self.channels = int(config["latent_channels"])
         stages = "encoder_block_out_channels" if self.kind == "AutoencoderTiny" else "block_out_channels"
         self.factor = 2 ** (len(config[stages]) - 1)
-        # Most have one shift and one factor; a few have a mean and a deviation per channel.
+        # Most have one shift and one factor; a few have a mean and a standard deviation per channel.
         shift = torch.tensor(config.get("latents_mean") or config.get("shift_factor") or 0.0).float()
         deviation = torch.tensor(config.get("latents_std") or 1.0).float()
         self.register_buffer("shift", shift.reshape(-1, 1, 1), persistent=False)
@@ -33,9 +33,9 @@ class VAE(Codec, Foreign):
 
     @classmethod
     def open(cls, where: str, dtype: torch.dtype) -> Self:
-        """Opens a hub id or a folder that holds the VAE, or whose `vae` folder does, or the two files of a TAESD."""
+        """Opens a hub id or a folder that holds the VAE (or has it in `vae`), or a folder with TAESD's two files."""
         if not any((Path(where) / part / "config.json").exists() for part in (FOLDER, "")):
-            suffixes = (".safetensors", ".pth")  # whose authors publish encoder and decoder as two files
+            suffixes = (".safetensors", ".pth")  # TAESD is published as two files, encoder and decoder
             encoders = [path for suffix in suffixes for path in sorted(Path(where).glob(f"tae*_encoder{suffix}"))]
             pairs = [(path, path.with_name(path.name.replace("_encoder.", "_decoder."))) for path in encoders]
             pairs = [(encoder, decoder) for encoder, decoder in pairs if decoder.exists()]
@@ -76,14 +76,14 @@ class VAE(Codec, Foreign):
         return {"shift": self.shift.flatten().tolist(), "scale": self.scale.flatten().tolist()}
 
     def settings(self) -> dict[str, Any]:
-        # The widths and depths show in the weights; what does not is named here, for other versions add keys.
+        # Only settings that do not follow from the weights, named explicitly because diffusers versions add keys.
         names = ("act_fn", "norm_num_groups", "upsample_fn", "upsampling_scaling_factor")
         config = self.model.config
         return {"codec": self.kind, **{name: config[name] for name in names if name in config}, **self._transform()}
 
 
 def _check_vae(config: Mapping[str, Any], where: str) -> None:
-    """Refuses what weights do not show and a VAE of colour images in halves of halves cannot have."""
+    """Raises InputError for settings that do not follow from the weights and that a VAE of RGB images cannot have."""
     channels = config.get("latent_channels", 4)
     for key, known in (("in_channels", 3), ("out_channels", 3), ("upsampling_scaling_factor", 2)):
         if config.get(key, known) != known:
@@ -101,10 +101,10 @@ def _check_vae(config: Mapping[str, Any], where: str) -> None:
 
 
 def _open_taesd(encoder: Path, decoder: Path, dtype: torch.dtype) -> nn.Module:
-    """Returns diffusers' AutoencoderTiny with the weights of the authors' own two files.
+    """Returns diffusers' AutoencoderTiny with the weights of the authors' two files.
 
-    Both number their layers. Their decoder's first clamps its input, which diffusers does without a layer. Theirs see
-    images in [0, 1]; diffusers' classes scale to and from [-1, 1].
+    Both formats number the layers. The original decoder's first layer clamps its input, which diffusers does without a
+    layer. The original takes images in [0, 1]; diffusers' class scales to and from [-1, 1].
     """
     weights = {f"encoder.layers.{name}": value for name, value in read_weights(encoder).items()}
     for name, value in read_weights(decoder).items():

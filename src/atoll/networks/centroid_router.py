@@ -1,7 +1,7 @@
-"""The router that needs no training: each cluster as one Gaussian around its mean latent, and one around its mean text.
+"""A router without training: models each cluster as a Gaussian around its mean latent, and one around its mean text.
 
-p(k | x_t, t [, text]) by Bayes: the share of cluster k, times the density of x_t = alpha x0 + sigma eps if x0 is
-N(m_k, s_k I), times that of the text's mean token if those of a cluster are N(m_k, S) with one S for all (LDA).
+p(k | x_t, t [, text]) by Bayes: the share of cluster k, times the density of x_t = alpha x0 + sigma eps for x0 from
+N(m_k, s_k I), times that of the text's mean token, from N(m_k, S) with one S for all clusters (LDA).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from atoll.diffusion.schedules import LINEAR
 from atoll.errors import InputError
 from atoll.networks.stored import Stored
 
-LEAST_VARIANCE = 1e-6  # a cluster of equal images has none, and no density
+LEAST_VARIANCE = 1e-6  # a cluster of equal images would have variance 0, and no density
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class CentroidRouterConfig:
     num_experts: int
     in_channels: int = 4
     input_size: int = 32
-    text_dim: int | None = None  # None: it does not look at the text
+    text_dim: int | None = None  # None: ignores the text
     image_scale: float = 1.0
-    """Factor on the log-density of the latent. Latents have fewer independent dimensions than numbers, so that at 1 the
-    router is too sure of itself; unlike a temperature, this leaves shares and text as they are."""
+    """Factor on the log-density of the latent. Latents have fewer independent dimensions than elements, so that at 1
+    the router is overconfident; unlike a temperature, this does not affect shares and text."""
 
     def __post_init__(self) -> None:
         check_counts(self, num_experts=65536, in_channels=65536, input_size=65536, text_dim=65536)
@@ -38,7 +38,7 @@ class CentroidRouterConfig:
 
 
 class CentroidRouter(Stored):
-    """Logits from means and variances alone. It sees canonical (x_t, t); at t = 1 it gives the shares."""
+    """Computes logits from means and variances alone. Takes canonical (x_t, t); at t = 1 it gives the shares."""
 
     config: CentroidRouterConfig
     config_class = CentroidRouterConfig
@@ -72,10 +72,10 @@ class CentroidRouter(Stored):
         shrinkage: float = 0.1,
         image_scale: float = 1.0,
     ) -> Self:
-        """Returns the router of each cluster's mean latent[K, C, S, S], variance around it[K] and size[K].
+        """Returns the router given each cluster's mean latent[K, C, S, S], variance around it[K] and size[K].
 
-        For the text, each cluster's mean of the texts' mean tokens[K, D], and their covariance[D, D] within clusters,
-        of which `shrinkage` is replaced by its mean variance, so that it can be inverted.
+        For the text it needs each cluster's mean of the texts' mean tokens[K, D], and their covariance[D, D] within
+        clusters, which is mixed with its mean variance by `shrinkage`, so that it can be inverted.
         """
         num, channels, size, _ = means.shape
         dim = None if text_means is None else text_means.shape[1]
@@ -95,16 +95,17 @@ class CentroidRouter(Stored):
         return router.eval()
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns the text's part of the logits[B, K], from tokens[B, L, text_dim] with mask[B, L]."""
+        """Returns the text's contribution to the logits[B, K], from tokens[B, L, text_dim] with mask[B, L]."""
         assert self.config.text_dim is not None, (
             "this router was built without text (text_dim is None): pass none to it"
         )
         return mean_token(tokens.to(self.means), mask) @ self.text_weight.T + self.text_bias
 
     def forward(self, x: Tensor, t: Tensor, text: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Returns logits[B, K]; x[B, C, S, S], t[B] or 0-d, text[B, L, text_dim] with mask[B, L], or read [B, K].
+        """Returns logits[B, K] for x[B, C, S, S], t[B] or 0-d, and text[B, L, text_dim] with mask[B, L], or the output
+        of `read_text`[B, K].
 
-        A router that knows texts can do without one: then it judges by the latent alone.
+        The text is optional; without it, only the latent is used.
         """
         right = x.dim() == 4 and x.shape[1:] == self.means.shape[1:]
         assert right, f"x must have shape [batch, *{list(self.means.shape[1:])}], but has {list(x.shape)}"

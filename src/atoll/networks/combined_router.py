@@ -1,8 +1,8 @@
-"""A router for experts that a trained one has never seen: it knows the others, and centroids tell all of them apart.
+"""Extends a trained router to experts that it has never seen, with a centroid router over all experts.
 
-With q by centroids over all experts and p by the trained router over those that it knows, a new expert m has q(m), and
-those that are known share what is left, p(k) (1 - q(new)). That is Bayes' rule where the trained router is right
-about the known ones, and the centroids about known against new. With no new expert it is p.
+With q from the centroids over all experts and p from the trained router over the known ones, a new expert m has
+probability q(m), and the known ones share the rest, p(k) (1 - q(new)). This is Bayes' rule if the trained router is
+right about the known experts, and the centroids about known against new. Without new experts it is p.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from atoll.networks.router import Router
 
 
 class CombinedText(NamedTuple):
-    """A text as each of the two routers has read it."""
+    """The output of `read_text` of each of the two routers."""
 
     trained: TextContext | Tensor | None
     centroids: TextContext | Tensor | None
 
 
 class CombinedRouter(nn.Module):
-    """Log-probabilities[B, K] of all K experts, of which the trained router knows the first ones."""
+    """Computes log-probabilities[B, K] of all K experts, of which the trained router knows the first ones."""
 
     def __init__(self, trained: Router | CentroidRouter, centroids: CentroidRouter) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class CombinedRouter(nn.Module):
 
     @property
     def card(self) -> Mapping[str, Any]:
-        return {"temperature": 1.0}  # those of the two are applied here
+        return {"temperature": 1.0}  # the two routers' own temperatures are applied in `forward`
 
     def forward(self, x: Tensor, t: Tensor, text: CombinedText | None = None) -> Tensor:
         text = text or CombinedText(None, None)

@@ -21,12 +21,12 @@ from atoll.errors import InputError, shown
 from atoll.networks.stored import Stored
 
 NUM_FREQUENCIES = 256
-MAX_LATENTS, MAX_TOKENS = 2**24, 2**16  # numbers and tokens per sample: pictures of 8192 pixels a side and more
+MAX_LATENTS, MAX_TOKENS = 2**24, 2**16  # elements and tokens per sample: images of 8192 pixels per side and more
 
 
 @dataclass(frozen=True)
 class TrunkConfig:
-    """What an expert and a router have in common."""
+    """The architecture that experts and routers share."""
 
     input_size: int = 32  # S
     in_channels: int = 4  # C
@@ -38,10 +38,10 @@ class TrunkConfig:
     text_dim: int | None = 768  # width of the text encoder's tokens; None: no text
     text_projection: str = "linear"  # "linear" as in the paper, "mlp" as in PixArt-alpha
     cross_attention_norm: bool = False  # the LN of Eq. 17, which PixArt-alpha does not have
-    time_scale: float = 999.0  # Eq. 20: t in [0, 1] is shown to the network as a step of [0, 999]
+    time_scale: float = 999.0  # Eq. 20: t in [0, 1] is given to the network as a step in [0, 999]
     adaln: str = "single"  # one linear map of the time for all blocks, or "block", one for each, as in DiT
-    frequency_shift: int = 0  # 1: the slowest wave is exactly 10,000 times slower, as diffusers has it for DiT
-    local: bool = False  # a depthwise 3 x 3 convolution before each MLP: short runs need not learn what is near
+    frequency_shift: int = 0  # 1: the slowest wave is exactly 10,000 times slower, as in diffusers' DiT
+    local: bool = False  # a depthwise 3 x 3 convolution before each MLP: short runs need not learn locality
 
     def __post_init__(self) -> None:
         check_counts(
@@ -80,7 +80,7 @@ class TrunkConfig:
 class DiTConfig(TrunkConfig):
     """An expert's architecture."""
 
-    out_channels: int | None = None  # None: as many as come in
+    out_channels: int | None = None  # None: in_channels
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,19 +88,19 @@ class DiTConfig(TrunkConfig):
 
 
 class TextContext(NamedTuple):
-    """A text as the blocks see it. It does not depend on x or t: read it once, use it at every step."""
+    """Each block's keys and values for a text. They do not depend on x or t: compute once, use at every step."""
 
-    keys_values: tuple[tuple[Tensor, Tensor], ...]  # a block: [B, H, L, d/H] each
-    mask: Tensor | None  # [B, 1, 1, L], True where there is a token; None: everywhere
-    prior_mean: Tensor | None = None  # [B, C, S, S], what the text says by itself: for calibration, not for the network
+    keys_values: tuple[tuple[Tensor, Tensor], ...]  # per block: [B, H, L, d/H] each
+    mask: Tensor | None  # [B, 1, 1, L], True for real tokens; None: all are real
+    prior_mean: Tensor | None = None  # [B, C, S, S], from `TextPrior`: for calibration, not used by the network
 
 
 class TextTokens(NamedTuple):
-    """A text whose keys and values each block has yet to compute."""
+    """An embedded text, from which each block computes its keys and values."""
 
     embedded: Tensor  # [B, L, d], or [all real tokens, d]
-    places: Tensor | None  # [B, L], where real tokens go if there is nothing else among them
-    mask: Tensor | None  # of a TextContext
+    places: Tensor | None  # [B, L], True at the positions of real tokens if only these are embedded
+    mask: Tensor | None  # as in TextContext
 
 
 class SelfAttention(nn.Module):
@@ -128,7 +128,7 @@ class CrossAttention(nn.Module):
         """Returns keys and values, [B, H, L, d/H] each."""
         kv = self.kv(text.embedded)  # [..., 2d]
         if text.places is not None:
-            rows = text.places.flatten().nonzero().squeeze(1)  # masked_scatter takes six times as long
+            rows = text.places.flatten().nonzero().squeeze(1)  # masked_scatter is six times slower
             padded = kv.new_zeros(text.places.numel(), kv.shape[-1]).index_copy(0, rows, kv)
             kv = padded.unflatten(0, text.places.shape)  # [B, L, 2d]
         keys, values = kv.unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -142,7 +142,7 @@ class CrossAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention and an MLP, the first and last modulated by time (Eq. 15-18)."""
+    """Self-attention, cross-attention and an MLP, of which the first and last are modulated by time (Eq. 15-18)."""
 
     def __init__(self, config: TrunkConfig) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Block(nn.Module):
     def forward(
         self, h: Tensor, time: Tensor, text: tuple[Tensor, Tensor, Tensor | None] | TextTokens | None
     ) -> Tensor:
-        """`time` is c of Eq. 14, [B, 6, d], or what a block with a map of its own takes, [B, d]."""
+        """Returns h[B, tokens, d]; `time` is c of Eq. 14, [B, 6, d], or for a block with its own map, [B, d]."""
         six = self.time_block(time).unflatten(1, (6, -1)) if self.own_time else time + self.modulation  # [B, 6, d]
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = six.unsqueeze(2).unbind(1)  # [B, 1, d]
         h = torch.addcmul(h, gate, self.attention(modulated_norm(h, shift, scale)))
@@ -189,13 +189,13 @@ def plain_norm(h: Tensor) -> Tensor:
 
 def modulated_norm(h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Returns LN(h) * (1 + scale) + shift."""
-    if len(scale) == 1:  # one time for the whole batch: the modulation is the affine part of the norm itself
+    if len(scale) == 1:  # one time for the whole batch: the modulation becomes the norm's affine part
         return F.layer_norm(h, h.shape[-1:], weight=1 + scale.flatten(), bias=shift.flatten(), eps=1e-6)
     return torch.addcmul(shift, plain_norm(h), 1 + scale)
 
 
 class TimeEmbedding(nn.Module):
-    """t in [0, 1] -> tau(t): cosines and sines of the scaled time, then an MLP."""
+    """Maps t in [0, 1] to tau(t): cosines and sines of the scaled time, then an MLP."""
 
     def __init__(self, width: int, scale: float, shift: int = 0) -> None:
         super().__init__()
@@ -210,14 +210,14 @@ class TimeEmbedding(nn.Module):
 
 
 def frequencies(shift: int = 0, device: torch.device | None = None) -> Tensor:
-    """Returns those of the waves that a network sees of its scaled time, falling from 1: [128]."""
+    """Returns the frequencies of the time embedding, falling from 1: [128]."""
     half = NUM_FREQUENCIES // 2
     powers = -math.log(10_000) * torch.arange(half, device=device, dtype=torch.float32)
     return torch.exp(powers / (half - shift))
 
 
 class Trunk(Stored):
-    """Patches in, time and text mixed in by blocks: all of an expert or a router but its last layer."""
+    """All of an expert or a router except its last layer: patch embedding, time and text conditioning, blocks."""
 
     def __init__(self, config: TrunkConfig) -> None:
         super().__init__()
@@ -236,10 +236,10 @@ class Trunk(Stored):
                 self.text_embed = nn.Sequential(self.text_embed, act, nn.Linear(width, width))
         self.blocks: Sequence[Block] = nn.ModuleList(Block(config) for _ in range(config.depth))  # type: ignore[assignment]
         self.gradient_checkpointing = False
-        self.is_sharded = False  # then a block's weights are whole only while it runs, and it reads the text itself
+        self.is_sharded = False  # if so, a block's weights are complete only while it runs, so it reads the text itself
 
     def reset_parameters(self) -> None:
-        """Draws fresh weights, as PixArt-alpha starts: near the identity, and deaf to the text."""
+        """Initialises the weights as PixArt-alpha does: near the identity, and without effect of the text."""
         width = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -263,15 +263,15 @@ class Trunk(Stored):
             self.positions.copy_(sincos_positions(width, self.config.input_size // self.config.patch_size))
 
     def read_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextContext:
-        """Returns each block's keys and values for tokens[B, L, text_dim], mask[B, L] True where there is a token."""
+        """Returns each block's keys and values for tokens[B, L, text_dim] with mask[B, L], True for real tokens."""
         text = self.embed_text(tokens, mask)
         return TextContext(tuple(block.read_text(text) for block in self.blocks), text.mask)
 
     def embed_text(self, tokens: Tensor, mask: Tensor | None = None) -> TextTokens:
-        """Returns what blocks compute keys and values from.
+        """Returns the embedded text from which blocks compute keys and values.
 
-        On the CPU, where a look at the mask costs nothing, no work is done on padding: the projections see only real
-        tokens, attention only the longest text. On a GPU a look would stall it: cut texts before they are sent there.
+        On the CPU, where reading the mask costs nothing, padding is skipped: the projections run on real tokens only,
+        attention on the length of the longest text. On a GPU reading it would stall: truncate texts before sending.
         """
         dim = self.config.text_dim
         assert self.text_embed is not None, "this network was built without text (text_dim is None): pass no text to it"
@@ -284,9 +284,9 @@ class Trunk(Stored):
         if mask is not None and packed:
             assert bool(mask.any(1).all()), "a text has no token at all: encode the empty string, which has one"
             length = int(mask.any(0).nonzero()[-1]) + 1
-            tokens, mask = tokens[:, :length], mask[:, :length]  # cut to the longest text
+            tokens, mask = tokens[:, :length], mask[:, :length]  # truncate to the longest text
             if bool(mask.all()):
-                mask, packed = None, False  # there is nothing to hide
+                mask, packed = None, False  # there is no padding
         real = tokens[mask] if packed else tokens  # [all real tokens, text_dim] or [B, L, text_dim]
         mask_of_keys = None if mask is None else mask[:, None, None]  # [B, 1, 1, L]
         return TextTokens(self.text_embed(real), mask if packed else None, mask_of_keys)
@@ -306,7 +306,7 @@ class Trunk(Stored):
         return h, tau
 
     def embed(self, x: Tensor) -> Tensor:
-        """Returns x[B, C, S, S] as tokens with their places: [B, N, d]."""
+        """Returns x[B, C, S, S] as tokens with position embeddings: [B, N, d]."""
         patch = self.config.patch_size
         x = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/p, p, S/p, p]
         patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, N, C p p]
@@ -315,7 +315,7 @@ class Trunk(Stored):
     def take(
         self, x: Tensor, t: Tensor, text: Tensor | TextContext | None, mask: Tensor | None
     ) -> TextContext | TextTokens | None:
-        """Checks the arguments of a forward pass, and reads the text if that has not been done."""
+        """Checks the arguments of a forward pass, and reads the text unless it is a TextContext already."""
         size, channels = self.config.input_size, self.config.in_channels
         right = x.dim() == 4 and x.shape[1:] == (channels, size, size)
         assert right, f"x must have shape [batch, {channels}, {size}, {size}], but has {list(x.shape)}"
@@ -335,7 +335,7 @@ class Trunk(Stored):
 
 
 class DiT(Trunk):
-    """(x, t, text) -> the prediction its objective taught it, of the shape of x."""
+    """The expert network: (x, t, text) -> its objective's prediction, of the shape of x."""
 
     config: DiTConfig
     config_class = DiTConfig
@@ -350,7 +350,7 @@ class DiT(Trunk):
         else:
             self.out_modulation = nn.Parameter(torch.empty(2, config.hidden_size))
         self.out = nn.Linear(config.hidden_size, out_channels * config.patch_size**2)
-        if not self.out.weight.is_meta:  # one without memory is about to be loaded
+        if not self.out.weight.is_meta:  # weights on the meta device will be loaded
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -364,7 +364,8 @@ class DiT(Trunk):
     def forward(
         self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """x[B, C, S, S]; t[B], or 0-d for one time; text[B, L, text_dim] with mask[B, L], or read already."""
+        """Returns the prediction for x[B, C, S, S], t[B] or 0-d, and text[B, L, text_dim] with mask[B, L], or a
+        TextContext."""
         context = self.take(x, t, text, mask)
         h, tau = self.run_blocks(self.embed(x), t, context)  # [B, N, d]
         if self.own_time:
@@ -380,7 +381,7 @@ class DiT(Trunk):
 
 def sincos_positions(width: int, side: int, step: float = 1.0) -> Tensor:
     """Returns fixed sines and cosines of each token's column, then of its row, `step` apart: [side * side, width]."""
-    # On the CPU even for a network without memory: see encoders/text.py.
+    # On the CPU even if the default device is "meta": see encoders/text.py.
     powers = torch.arange(width // 4, dtype=torch.float64, device="cpu") / (width / 4)
     angle = step * torch.arange(side, dtype=torch.float64, device="cpu")[:, None] / 10_000**powers
     waves = torch.cat([torch.sin(angle), torch.cos(angle)], 1)  # [side, d/2]

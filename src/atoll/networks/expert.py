@@ -1,8 +1,8 @@
-"""An expert as others get it: a network that says how it was trained, on what, and how far it can be trusted.
+"""An expert as it is published: a network with the description of its training, its data and its calibration.
 
 EXPERT/config.json              architecture, objective, latent space, text encoder, data, training, init, licence
-EXPERT/model.safetensors        the weights (averaged over training)
-EXPERT/calibration.safetensors  what was measured on held-out data of its cluster, if config.json says so
+EXPERT/model.safetensors        the EMA weights
+EXPERT/calibration.safetensors  the calibration measured on held-out data of its cluster, if config.json names it
 """
 
 from dataclasses import dataclass
@@ -23,25 +23,25 @@ from atoll.storage import reason_of, write_whole
 from atoll.tensors import read_tensors
 
 CALIBRATION = "calibration.safetensors"
-REPORT = "conversion.json"  # of an expert that was made of a published checkpoint
+REPORT = "conversion.json"  # of an expert converted from a published checkpoint
 
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """A network whose card is an `ExpertCard`, and what was measured of it."""
+    """A network whose card is an `ExpertCard`, and its calibration."""
 
     network: DiT
     objective: Objective
     calibration: Calibration | None = None
-    prior: TextPrior | None = None  # what the calibration draws to; the cluster's mean if there is none
+    prior: TextPrior | None = None  # what calibration shrinks x0 towards; None: the cluster's mean
 
     def transfer(self, conversion: Conversion | str | None = None) -> Transfer:
-        """Returns how its outputs become canonical velocities."""
+        """Returns the conversion of its outputs to canonical velocities."""
         chosen = None if conversion is None else Conversion(conversion)
         return Transfer(self.objective.prediction, self.objective.path, chosen, self.calibration)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the folder; config.json comes last, so that what it promises is there."""
+        """Writes the folder, config.json last, so that the files it names exist."""
         folder, files = Path(folder), []
         if self.calibration is not None:
             known, prior = self.calibration, self.prior
@@ -57,7 +57,7 @@ class Expert:
 
     @classmethod
     def load(cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> "Expert":
-        """Returns the expert in a folder or of a hub id; every key and value is checked."""
+        """Loads the expert from a folder or hub id; every key and value is checked."""
         path = folder_of(folder, revision, (CONFIG, WEIGHTS, CALIBRATION))
         network = DiT.from_pretrained(path, dtype=dtype)
         if "latent_space" not in network.card:
@@ -79,7 +79,7 @@ def read_calibration(path: Path) -> tuple[Calibration, TextPrior | None]:
         if "text_weight" not in tensors:
             return calibration, None
         weight, centre, null, limit = (tensors[f"text_{name}"] for name in ("weight", "centre", "null", "limit"))
-        covariance = tensors.get("text_covariance")  # experts of earlier versions have none
+        covariance = tensors.get("text_covariance")  # missing in experts of earlier versions
         return calibration, TextPrior(calibration.mean, weight, centre, null, float(limit), covariance)
-    except (KeyError, RuntimeError, TypeError) as error:  # a tensor is not there, or of another shape
+    except (KeyError, RuntimeError, TypeError) as error:  # a tensor is missing or of another shape
         raise InputError(f"{path} is damaged ({reason_of(error)}): copy it again from its source") from error

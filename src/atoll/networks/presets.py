@@ -1,11 +1,11 @@
-"""Sizes by name. Parameters are of an expert on 32 x 32 x 4 latents with 768-wide text."""
+"""Model sizes by name. Parameter counts are for an expert on 32 x 32 x 4 latents with 768-wide text."""
 
 import re
 from typing import Any
 
 from atoll.errors import InputError, unknown
 
-OPTIONS: dict[str, dict[str, Any]] = {  # what may follow a size after a colon
+OPTIONS: dict[str, dict[str, Any]] = {  # suffixes of a size after a colon
     "local": {"local": True},  # convolutions between neighbouring tokens
     "zero": {"adaln": "block"},  # AdaLN-Zero: a map of the time for each block, as DiT has it
     "norm": {"cross_attention_norm": True},  # the LN of Eq. 17
@@ -25,10 +25,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes: Any) -> dict[str, Any]:
-    """Returns the arguments of a config by a size's name and a patch: DiTConfig(**preset("b/2", text_dim=512)).
+    """Returns the arguments of a config for a size and patch: DiTConfig(**preset("b/2", text_dim=512)).
 
-    "128x6/2" is 128 wide and 6 blocks deep. Without a patch, it is 2, or 1 if input_size is among the changes and at
-    most 16. OPTIONS may follow, as in "b/2:zero".
+    "128x6/2" is 128 wide and 6 blocks deep. The patch defaults to 2, or to 1 if `changes` has an input_size of at most
+    16. OPTIONS may follow, as in "b/2:zero".
     """
     plain, *options = name.lower().split(":")
     for option in options:
@@ -50,7 +50,7 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def size_of(config: Any) -> str:
-    """Returns the name of a network's size, by which `preset` makes one like it."""
+    """Returns the name of a network's size, in the format that `preset` accepts."""
     options = (option for option, values in OPTIONS.items() if all(getattr(config, key, None) == value
                and hasattr(config, key) for key, value in values.items()))  # fmt: skip
     return ":".join((f"{config.hidden_size}x{config.depth}/{config.patch_size}", *options))

@@ -1,6 +1,6 @@
-"""Published checkpoints as data: tensors by name, whatever file or folder they come in. Nothing in them is executed.
+"""Reads published checkpoints of any file format as tensors by name, without executing anything in them.
 
-Neither does a file get more memory than it has bytes: what it claims is checked before and after it is opened.
+A file cannot make us allocate more memory than it has bytes: its claimed sizes are checked before and after opening.
 """
 
 import argparse
@@ -28,32 +28,32 @@ from atoll.tensors import MAX_DIMS, check_finite, check_memory, read_tensors
 WRAPPERS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model", "module")  # EMA weights first
 PREFIXES = ("module.", "_orig_mod.")  # of torch's DistributedDataParallel and torch.compile
 NAMES = ("diffusion_pytorch_model", "pytorch_model", "model")
-MAX_PICKLE = 8 << 20  # bytes; that of DiT-XL/2 with its EMA and the state of its optimiser has half a million
+MAX_PICKLE = 8 << 20  # bytes; DiT-XL/2 with EMA and optimiser state has half a million
 AGAIN, ALONE = "download it again", "give a file that holds tensors alone"
 OBJECTS = f"holds a program or other objects, which are not read: {ALONE}"
-SHARED = 4  # weights may share memory, as tied ones do, but not so that they are this many times as large as the file
-LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # what files from before torch 1.6 begin with
+SHARED = 4  # weights may share memory, as tied ones do, but total at most this many times the size of the file
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of files from before torch 1.6
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint as it was found: finite weights, and what the file or folder says of them."""
+    """A checkpoint as read: finite weights, and the file's or folder's metadata."""
 
-    path: Path  # the file, or the folder of several
+    path: Path  # a file or a folder
     weights: dict[str, Tensor]
     sha256: str
-    args: Mapping[str, Any] = field(default_factory=dict)  # what its training command was given, where it says so
-    wrapper: str | None = None  # under which key of the file the weights were
+    args: Mapping[str, Any] = field(default_factory=dict)  # arguments of its training command, if recorded
+    wrapper: str | None = None  # the file's key that held the weights
     config: Mapping[str, Any] = field(default_factory=dict)  # the folder's config.json
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Returns the finite tensors of a file by name."""
+    """Returns the tensors of a file by name, checked to be finite."""
     return _read_file(path).weights
 
 
 def read_source(path: Path) -> Source:
-    """Reads a .pt, .pth or .safetensors file, or a folder as diffusers writes it."""
+    """Reads a .pt, .pth or .safetensors file, or a folder in diffusers' format."""
     source = _read_folder(path) if path.is_dir() else _read_file(path)
     for name, tensor in source.weights.items():
         if not tensor.is_floating_point():
@@ -62,7 +62,7 @@ def read_source(path: Path) -> Source:
 
 
 def _read_folder(root: Path) -> Source:
-    """Reads config and weights, those of the transformer if it is a whole pipeline's. No link may leave `root`."""
+    """Reads config and weights; of a complete pipeline, those of its transformer. No link may lead out of `root`."""
     folder = root
     if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
         folder = folder / "transformer"
@@ -84,7 +84,7 @@ def _read_folder(root: Path) -> Source:
 
 
 def shard_names(index: Path, root: Path | None = None) -> list[str]:
-    """Returns the files that an index of a model in several names, all of them in its own folder."""
+    """Returns the shard files named by a model's index, all of them in its own folder."""
     table = read_json(index, AGAIN, root).get("weight_map")
     names: list[Any] = list(table.values()) if isinstance(table, Mapping) else [None]
     for name in names:
@@ -99,13 +99,13 @@ def _read_file(path: Path, root: Path | None = None) -> Source:
             start, size = file.read(9), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise InputError(f"cannot read {path} ({reason_of(error)}): give a checkpoint's file or folder") from error
-    # First of all safetensors: the length that they begin with may look like a pickle's first byte.
+    # Check for safetensors first: their leading length may look like a pickle's first byte.
     if len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < size + 2**27:
         return Source(path, _finite(read_tensors(path, AGAIN, root), path), digest_of(path, root))
     if start[:4] == b"PK\3\4" or start[:1] == b"\x80":
         weights, args, wrapper = _unwrapped(_unpickled(path, root), path)
         _check_plain(weights, path, size)
-        # Into memory of their own: a mapped file that is cut short kills the process that reads it.
+        # Copied, since truncating a memory-mapped file kills the process that reads it.
         own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
         return Source(path, _finite(own, path), digest_of(path, root), args, wrapper)
     what = {b"<": "a web page", b"v": "a Git LFS pointer, the file itself was not fetched", b"": "empty"}
@@ -116,20 +116,20 @@ def _read_file(path: Path, root: Path | None = None) -> Source:
 
 
 def _unpickled(path: Path, root: Path | None) -> Any:
-    """Returns what torch.load makes of the file with everything but tensors and plain values refused."""
+    """Returns the result of torch.load, restricted to tensors and plain values."""
     try:
         with open_regular(path, root) as file:
             zipped = file.read(4) == b"PK\3\4"
             content = (_zipped_pickle if zipped else _legacy_pickle)(file, path)
         if len(content) > MAX_PICKLE:
             raise InputError(f"{path} says more beside its tensors than {MAX_PICKLE >> 20} MB: {ALONE}")
-        if b"\nbytearray\n" in content:  # the one function torch allows that takes as much memory as it is told to
+        if b"\nbytearray\n" in content:  # the one function torch allows that can allocate any amount of memory
             raise InputError(f"{path} {OBJECTS}")
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
             return torch.load(real_path(path, root), map_location="cpu", weights_only=True, mmap=zipped)
     except InputError:
         raise
-    except Exception as error:  # pickles, zipfile and pickletools fail in any way they like
+    except Exception as error:  # pickle, zipfile and pickletools may raise anything on bad files
         message = str(error)
         if type(error).__name__ == "UnpicklingError" and "global" in message.lower():
             name = re.search(r"GLOBAL (\S+)", message)
@@ -143,7 +143,7 @@ def _unpickled(path: Path, root: Path | None) -> Any:
 
 
 def _zipped_pickle(file: BufferedReader, path: Path) -> bytes:
-    """Returns the pickle of an archive; refuses one that would unpack to more than it has bytes, as torch's do not."""
+    """Returns an archive's pickle; raises if it would unpack to more bytes than it has, unlike any written by torch."""
     size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -157,19 +157,19 @@ def _zipped_pickle(file: BufferedReader, path: Path) -> bytes:
 
 
 def _legacy_pickle(file: BufferedReader, path: Path) -> bytes:
-    """Returns the pickles that torch wrote before 1.6; no more of them than is too long."""
+    """Returns the pickles of a file from before torch 1.6, reading just enough to detect one that is too long."""
     file.seek(0)
     content = BytesIO(file.read(MAX_PICKLE + 1))
     if content.read(len(LEGACY)) != LEGACY:
         raise InputError(f"{path} {OBJECTS}")
-    for _ in range(4):  # the version, the machine, the objects and the names of the storages, which come after them
+    for _ in range(4):  # version, system info, objects and storage keys; the storages follow
         for _ in pickletools.genops(content):
             pass
     return content.getvalue()[: content.tell()]
 
 
 def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any], str | None]:
-    """Finds the weights in what a file held: themselves, or under a key beside an optimiser's state."""
+    """Finds the weights in a file's content: at the top level, or under a key such as "ema"."""
     content = content if isinstance(content, Mapping) else {}
     args = content.get("args")
     args = vars(args) if isinstance(args, argparse.Namespace) else args
@@ -181,9 +181,9 @@ def _unwrapped(content: Any, path: Path) -> tuple[dict[str, Tensor], Mapping[str
 
 
 def _check_plain(weights: Mapping[str, Any], path: Path, size: int) -> None:
-    """Refuses tensors of other kinds, and those that claim more memory than the file has bytes: by strides of 0, say.
+    """Raises for non-plain tensors, and for those that claim more memory than the file has bytes, say by strides of 0.
 
-    Their bytes are counted by shape, which is what a copy takes.
+    Bytes are counted by shape, since this is the size of a copy.
     """
     total = 0
     for name, tensor in weights.items():
@@ -198,7 +198,7 @@ def _check_plain(weights: Mapping[str, Any], path: Path, size: int) -> None:
 
 
 def _finite(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns the weights without the prefixes of torch's wrappers, if all of them are finite."""
+    """Returns the weights without the prefixes of torch's wrappers; raises unless all are finite."""
     check_finite(weights, path)
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in weights):

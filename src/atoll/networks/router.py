@@ -12,7 +12,7 @@ from atoll.networks.dit import TextContext, Trunk, TrunkConfig, plain_norm
 
 @dataclass(frozen=True)
 class RouterConfig(TrunkConfig):
-    """A router's architecture; text_dim None makes it blind to the text, as in the paper."""
+    """A router's architecture; with text_dim None it ignores the text, as in the paper."""
 
     num_experts: int = 8
     head: str = "linear"  # on the normalised class token, or "mlp" on the token as it is, as in Paris
@@ -24,7 +24,7 @@ class RouterConfig(TrunkConfig):
 
 
 class Router(Trunk):
-    """An expert's trunk with a class token, whose last state gives K logits. It sees canonical (x_t, t)."""
+    """An expert's trunk with a class token, whose final state gives K logits. It takes canonical (x_t, t)."""
 
     config: RouterConfig
     config_class = RouterConfig
@@ -51,7 +51,7 @@ class Router(Trunk):
     def forward(
         self, x: Tensor, t: Tensor, text: Tensor | TextContext | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Returns logits[B, K]; the arguments are an expert's."""
+        """Returns logits[B, K]; takes the same arguments as an expert."""
         context = self.take(x, t, text, mask)
         h = torch.cat([self.class_token.expand(len(x), 1, -1), self.embed(x)], 1)  # [B, 1 + N, d]
         h, _ = self.run_blocks(h, t, context)

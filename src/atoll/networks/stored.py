@@ -1,7 +1,8 @@
-"""A network as a folder: `config.json` says what it is, `model.safetensors` holds the weights. Nothing is executed.
+"""Saves and loads a network as a folder: `config.json` describes it, `model.safetensors` holds the weights.
 
-This is the interface of the Hugging Face hub's mixin, on the hub's own functions. The mixin itself is not used:
-it ignores unknown keys, falls back to pickles and removes the old config before the new weights are written.
+The interface is that of the Hugging Face hub's mixin, built on the hub's own functions. The mixin itself is not used:
+it ignores unknown keys, falls back to pickles and removes the old config before the new weights are written. Nothing
+in a folder is executed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,8 @@ ADVICE = f"a model is a folder with {CONFIG} and {WEIGHTS}, copy it again from i
 class Stored(nn.Module):
     """A network with `save_pretrained`, `from_pretrained` and `push_to_hub`; subclasses name their config.
 
-    `card` is what its config.json says beside the architecture, under the keys that its class knows. It also holds the
-    SHA-256 of the files beside it, so that neither a flipped bit nor the weights of another network go unnoticed.
+    `card` is the content of config.json besides the architecture, under keys defined by the class. config.json also has
+    the SHA-256 of the files beside it, so that neither a flipped bit nor another network's weights go unnoticed.
     """
 
     config_class: ClassVar[type]
@@ -42,9 +43,9 @@ class Stored(nn.Module):
     card: Mapping[str, Any] = MappingProxyType({})
 
     def save_pretrained(self, folder: str | Path, beside: Sequence[str] = ()) -> None:
-        """Writes the folder. Each file is replaced in one go, and a full disk leaves the old ones as they were.
+        """Writes the folder. Each file is replaced atomically, and a full disk leaves the old ones intact.
 
-        `beside` names files that are there already and belong to it.
+        `beside` names existing files that belong to it.
         """
         folder = Path(folder)
         assert self.card.keys() <= self.card_keys
@@ -59,7 +60,7 @@ class Stored(nn.Module):
     def from_pretrained(
         cls, folder: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """Loads from a folder or a hub id, in evaluation mode; every key and every value is checked."""
+        """Loads from a folder or hub id, in evaluation mode; every key and value is checked."""
         path = folder_of(folder, revision)
         about = read_json(path / CONFIG, ADVICE)
         model = cls._from_config(about, path / CONFIG)
@@ -71,7 +72,7 @@ class Stored(nn.Module):
 
     @classmethod
     def _from_config(cls, about: Mapping[str, Any], path: Path) -> Self:
-        """Returns the network that a config describes, without memory for its weights."""
+        """Returns the network that a config describes, on the meta device."""
         if about.get("format") != FORMAT:
             raise InputError(
                 f"{path} has format {shown(about.get('format'))}, and this version of atoll reads {FORMAT}"
@@ -89,15 +90,15 @@ class Stored(nn.Module):
         try:
             with torch.device("meta"):
                 model = cls(config)
-        except (RuntimeError, OverflowError, MemoryError) as error:  # more numbers than torch can count
+        except (RuntimeError, OverflowError, MemoryError) as error:  # more elements than torch can count
             raise InputError(f"the architecture in {path} is larger than any machine: copy it again") from error
         model.card = {key: about[key] for key in about if key in cls.card_keys}
         return model
 
     def _load_weights(self, path: Path) -> None:
-        """Loads weights that are exactly the network's: no key more or less, every shape right, every value finite.
+        """Loads weights that match the network exactly: the same keys and shapes, and finite values.
 
-        torch compares names and shapes with those in the header: nothing is read before they are found to be right.
+        torch compares names and shapes with the header, so that no data is read before they are known to match.
         """
         own = {name: tensor.dtype for name, tensor in self.state_dict().items()}
         with TensorFile(path, ADVICE) as file:
@@ -120,14 +121,14 @@ class Stored(nn.Module):
         self.load_state_dict(weights, assign=True)
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Uploads to the Hugging Face hub; returns where it can be seen."""
+        """Uploads to the Hugging Face hub; returns the URL."""
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push_folder(Path(folder), (CONFIG, WEIGHTS), repo_id, private, token)
 
 
 def folder_of(folder: str | Path, revision: str | None = None, files: Sequence[str] = (CONFIG, WEIGHTS)) -> Path:
-    """Returns the folder itself, or where the hub's files are kept on this machine."""
+    """Returns a local folder: the given one, or for a hub id the folder of downloaded files."""
     path = Path(folder)
     if path.is_dir():
         return path
@@ -143,7 +144,7 @@ def folder_of(folder: str | Path, revision: str | None = None, files: Sequence[s
 def push_folder(
     folder: Path, files: Sequence[str], repo_id: str, private: bool | None = None, token: str | None = None
 ) -> str:
-    """Uploads these files of a folder to the Hugging Face hub, and no others; returns where they can be seen."""
+    """Uploads only these files of a folder to the Hugging Face hub; returns the URL."""
     api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)

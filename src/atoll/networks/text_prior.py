@@ -1,7 +1,7 @@
-"""What the text alone says of the picture: the mean latent of a caption, by ridge regression on its mean token.
+"""Predicts the mean latent of a caption from the text alone, by ridge regression on its mean token.
 
-Near pure noise an expert's own x0 is its error divided by alpha, and the best answer is the mean of all pictures that
-the text may mean. This is that mean, as far as it is linear in the text.
+Near pure noise an expert's own x0 is dominated by its error divided by alpha, and the best estimate is the mean of all
+images that fit the text. This is that mean, as far as it is linear in the text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,19 +15,19 @@ from atoll.networks.centroid_router import mean_token
 from atoll.tensors import check_finite, send
 
 RIDGES = tuple(10.0**power for power in range(-5, 2))  # times the mean variance of the texts
-EVERY = 5  # of each five rows one judges the ridge
-NEAR_NULL = 0.05  # of the distance between captions and the null text: within it a text says less and less
+EVERY = 5  # every fifth row validates the ridge
+NEAR_NULL = 0.05  # of the distance between captions and the null text: closer texts have less effect
 
 
 @dataclass(frozen=True, eq=False)
 class TextPrior:
-    """mean + weight (mean token - centre); less of it for texts that lead further than any caption of the cluster."""
+    """mean + weight (mean token - centre), with a smaller offset for texts further out than the cluster's captions."""
 
     mean: Tensor  # [C, S, S], of the cluster
     weight: Tensor  # [text_dim, C, S, S]
     centre: Tensor  # [text_dim], the mean of the captions' mean tokens
-    null: Tensor  # [text_dim], the mean token of the null text, which says nothing
-    limit: float  # the largest distance from `mean` of a caption
+    null: Tensor  # [text_dim], the mean token of the null text
+    limit: float  # the largest distance from `mean` over captions
     covariance: Tensor | None = None  # [text_dim, text_dim], of the captions' mean tokens, for routers from centroids
 
     def __post_init__(self) -> None:
@@ -36,12 +36,12 @@ class TextPrior:
             raise InputError(f"a text prior for texts {dim} wide and latents {list(self.mean.shape)} does not fit")
         if self.covariance is not None and self.covariance.shape != (dim, dim):
             raise InputError(f"a covariance {list(self.covariance.shape)} is not that of texts {dim} wide")
-        if self.mean.device.type == "cpu":  # elsewhere the look would stall the device
+        if self.mean.device.type == "cpu":  # reading the values would stall a GPU
             check_finite({name: part for name, part in vars(self).items() if torch.is_tensor(part)}, "the text prior")
 
     @classmethod
     def fit(cls, batches: Iterable[tuple[Tensor, Tensor]], mean: Tensor, null: Tensor) -> "TextPrior":
-        """From (mean tokens[n, text_dim], latents[n, C, S, S]); the ridge is the one that predicts every fifth best."""
+        """Fits to (mean tokens[n, text_dim], latents[n, C, S, S]), choosing the ridge by every fifth row."""
         learned, judge = _Sums(), _Sums()
         tokens: list[Tensor] = []
         for pooled, latents in batches:
@@ -63,10 +63,10 @@ class TextPrior:
         """Returns the mean latent of texts tokens[B, L, text_dim] with mask[B, L]: [B, C, S, S]."""
         pooled = mean_token(tokens.to(self.centre), mask)
         off = torch.tensordot(pooled - self.centre, self.weight, 1)  # [B, C, S, S]
-        # Unlike any caption of the cluster, a text is trusted the less the further it leads.
+        # A text beyond all captions of the cluster is trusted less the further out it leads.
         length = off.flatten(1).norm(dim=1)
         scale = (self.limit / length.clamp_min(1e-12)).clamp(max=1) ** 2
-        # The null text says nothing, nor does what a rounding makes of it.
+        # The null text must have no effect, even after rounding.
         apart = (pooled - self.null).norm(dim=1) / (self.centre - self.null).norm().clamp_min(1e-12)
         scale = scale * (apart / NEAR_NULL).clamp(max=1)
         return self.mean + scale.view(-1, *[1] * self.mean.dim()) * off
@@ -77,7 +77,7 @@ class TextPrior:
 
 
 class _Sums:
-    """The moments that a regression needs, of any number of rows: num, sums of p, p p^T, p x^T, x, x^2."""
+    """The sufficient statistics of the regression: num, sums of p, p p^T, p x^T, x, x^2."""
 
     def __init__(self, num: int = 0, sums: Sequence[Tensor] = ()) -> None:
         self.num, self.sums = num, sums
@@ -100,7 +100,7 @@ class _Sums:
         return pp / self.num - torch.outer(p, p) / self.num**2
 
     def solve(self, ridge: float) -> Tensor:
-        """Returns the weight[text_dim, D] of the ridge regression of x on p - centre; x has no mean of its own."""
+        """Returns the weight[text_dim, D] of the ridge regression of x on p - centre; x has mean 0: no intercept."""
         p, _, px, x, _ = self.sums
         covariance = self.covariance
         cross = px / self.num - torch.outer(p, x) / self.num**2

@@ -1,1 +1,1 @@
-"""Parts of a data set: finding clusters by streaming k-means, and placing rows into them."""
+"""Partitions of a data set: finding clusters by streaming k-means, and assigning rows to them."""

@@ -1,15 +1,16 @@
-"""Clusters of features that need not fit in memory: k-means, and DDM's two levels of it with a cap on sizes.
+"""Clusters features that need not fit in memory: k-means, and DDM's two-level k-means with a cap on cluster sizes.
 
-Rows are a column of a data set or anything else that gives `rows[indices]` of shape [n, D]: they are read a few
-thousand at a time. With the cosine metric each row is scaled to length 1 as it is read, and everything after that is
-Euclidean; a row of zeros stays one and is equally far from everything.
+Rows are a column of a data set or anything else that gives `rows[indices]` of shape [n, D]; they are read in chunks
+of a few thousand. With the cosine metric each row is scaled to length 1 as it is read, and everything after that is
+Euclidean; a row of zeros stays zero and is equally far from everything.
 
 k-means here is greedy k-means++ and Lloyd's passes on a small random sample; there the worst-placed centroids are
 moved until that no longer helps ("breathing", after Fritzke 2020, arXiv 2006.15666), which gains more than restarts
 do at the same cost. Further passes stream over every row. Results depend on the rows, the arguments and the seed only.
 
 Memory: the sample, 64 rows per centroid (at least 16,384), twice; a few matrices of centroids; and 50 bytes per row
-for numbers, labels and distances. With 1024 centroids of 1024 numbers that is 0.6 GB, and 0.5 GB per 10 million rows.
+for indices, labels and distances. With 1024 centroids of dimension 1024 this is 0.6 GB, plus 0.5 GB per 10 million
+rows.
 """
 
 import json
@@ -31,14 +32,14 @@ from atoll.errors import InputError
 from atoll.storage import parse_json, write_whole
 from atoll.tensors import TensorFile
 
-CHUNK = 4096  # rows read at once; fixed, so that no result depends on it
-SEEDING_ROWS = 16  # per centroid, in the sample that k-means starts on
-STARTS_MOST_K = 64  # up to so many clusters, k-means++ starts 10 times
-SAMPLE = 4  # times the rows that k-means++ starts on, for Lloyd's passes in memory
-PASSES = 2  # over all rows, where they are more than the sample
-DRAWS = 8  # points that k-means++ chooses at once, and how many it draws for each
-CELL_ROWS = 8  # a fine centroid should stand for so many rows at least
-MOST_SPLITS = 16  # rounds of splitting cells for the cap
+CHUNK = 4096  # rows read at once; fixed, so that results are reproducible
+SEEDING_ROWS = 16  # rows per centroid in the sample for k-means++
+STARTS_MOST_K = 64  # up to this many clusters, k-means++ is started 10 times
+SAMPLE = 4  # size of the sample for in-memory Lloyd passes, relative to that for k-means++
+PASSES = 2  # over all rows, if there are more than in the sample
+DRAWS = 8  # points that k-means++ chooses at once, and candidates drawn for each
+CELL_ROWS = 8  # minimum average rows per fine centroid
+MOST_SPLITS = 16  # rounds of splitting cells to satisfy the cap
 SILHOUETTE_ROWS = 2000
 METRICS = ("euclidean", "cosine")
 FORMAT = 1
@@ -48,7 +49,7 @@ FeatureRows = Column | NDArray[Any] | Tensor
 
 @dataclass(frozen=True)
 class Centroids:
-    """A partition as it is published: a row belongs to the coarse cluster of its nearest fine centroid."""
+    """A published partition: a row belongs to the coarse cluster of its nearest fine centroid."""
 
     fine: Tensor  # [F, D], float32
     coarse_of_fine: Tensor  # [F], int64
@@ -65,7 +66,7 @@ class Centroids:
 
     @classmethod
     def load(cls, path: Path) -> "Centroids":
-        """Reads what `save` wrote, checked."""
+        """Reads and checks a file written by `save`."""
         with TensorFile(path, "give the centroids file that `atoll partition` wrote") as file:
             tensors = file.read() if file.entries.keys() == {"fine_centroids", "coarse_of_fine"} else {}
             try:
@@ -82,12 +83,12 @@ class Centroids:
 
 
 def assign(rows: FeatureRows, centroids: Centroids, progress: bool = False) -> Tensor:
-    """Returns the coarse cluster of each row [N], for rows old or new."""
+    """Returns the coarse cluster of each row [N], for the partitioned data or any other."""
     return centroids.coarse_of_fine[find_nearest(rows, centroids.fine, centroids.metric, progress)[0]]
 
 
 def find_nearest(rows: FeatureRows, centroids: Tensor, metric: str, progress: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns the number of each row's nearest centroid [N], and the squared distance to it [N]."""
+    """Returns the index of each row's nearest centroid [N], and the squared distance to it [N]."""
     labels, distances = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
     origin = origin_of(centroids, metric)
     shifted = centroids.float() - origin
@@ -97,26 +98,26 @@ def find_nearest(rows: FeatureRows, centroids: Tensor, metric: str, progress: bo
 
 
 def origin_of(points: Tensor, metric: str) -> Tensor:
-    """Returns what to subtract before distances are taken by |x|^2 - 2xc + |c|^2, which cancels far from the origin."""
+    """Returns the point to subtract before computing |x|^2 - 2xc + |c|^2, which loses precision far from the origin."""
     return points.float().mean(0) if metric == "euclidean" else torch.zeros(points.shape[1])
 
 
 def nearest(x: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the squared distance to, and the number of, the nearest centroid of each x[n, D]."""
+    """Returns the squared distance to, and the index of, the nearest centroid of each x[n, D]."""
     parts = [half.min(1) for half in half_distances(x, centroids)]
     least, labels = torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
     return floor(least.mul_(2), x.square().sum(1)), labels
 
 
 def half_distances(x: Tensor, centroids: Tensor) -> Iterator[Tensor]:
-    """Yields |c|^2 / 2 - xc for each x and c, a few rows at a time: 4 MB, which stays in the cache."""
+    """Yields |c|^2 / 2 - xc for each x and c, in blocks of rows of 4 MB, which fit into the cache."""
     halves = centroids.square().sum(1) / 2
     for part in x.split(max(256, (1 << 20) // len(centroids))):
         yield torch.addmm(halves, part, centroids.T, alpha=-1)
 
 
 def floor(distances: Tensor, norms: Tensor) -> Tensor:
-    """Completes |c|^2 - 2xc by |x|^2, and sets what is only rounding to 0: equal rows must be at distance 0."""
+    """Adds |x|^2 to |c|^2 - 2xc, and sets values within rounding error to 0: equal rows must be at distance 0."""
     distances += norms
     return distances.masked_fill_(distances < 1e-6 * norms, 0)
 
@@ -124,7 +125,7 @@ def floor(distances: Tensor, norms: Tensor) -> Tensor:
 def stream(
     rows: FeatureRows, metric: str, stage: str, progress: bool, indices: NDArray[np.int64] | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields all rows, or those at `indices`, in chunks of float32 with their places."""
+    """Yields all rows, or those at `indices`, in float32 chunks with their positions."""
     indices = np.arange(len(rows)) if indices is None else indices
     with tqdm(total=len(indices), desc=stage, unit=" rows", disable=not progress, leave=False) as bar:
         for start in range(0, len(indices), CHUNK):
@@ -145,7 +146,7 @@ def read(rows: FeatureRows, indices: NDArray[np.int64], metric: str) -> Tensor:
 
 
 def sample_indices(num_rows: int, most: int, seed: int) -> NDArray[np.int64]:
-    """Returns at most so many distinct row numbers, ascending."""
+    """Returns at most `most` distinct random row numbers, ascending."""
     if num_rows <= most:
         return np.arange(num_rows)
     return np.sort(np.random.default_rng(seed).choice(num_rows, most, replace=False, shuffle=False))
@@ -157,7 +158,7 @@ def check_k(k: int, num_rows: int) -> None:
 
 
 def capacity_of(cap: float, num_rows: int, k: int) -> int:
-    """Returns the most rows a cluster may have: cap times the mean, but never so few that the rows would not fit."""
+    """Returns the maximum size of a cluster: cap times the mean, but never so small that the rows would not fit."""
     if not cap >= 1:
         raise InputError(f"--balance must be at least 1 (1 makes all clusters equal), but is {cap:g}")
     return int(min(num_rows, max(cap * num_rows / k + 1e-9, -(-num_rows // k))))
@@ -165,7 +166,7 @@ def capacity_of(cap: float, num_rows: int, k: int) -> int:
 
 @dataclass(frozen=True)
 class Clusters:
-    """What k-means found; every cluster has rows, and there are fewer than k only if there are fewer distinct rows."""
+    """The result of k-means. No cluster is empty; there are fewer than k only if there are fewer distinct rows."""
 
     centroids: Tensor  # [k, D], float32; of length 1 for the cosine metric
     labels: Tensor  # [N], the nearest centroid of each row
@@ -174,10 +175,10 @@ class Clusters:
 
 
 def kmeans(rows: FeatureRows, k: int, metric: str = "euclidean", seed: int = 0, progress: bool = False) -> Clusters:
-    """Returns k clusters of little inertia.
+    """Returns k clusters of low inertia.
 
-    On the sample, Lloyd's passes end when one gains less than 1e-4 of the inertia; over more rows there are two.
-    There are 10 k-means++ starts for up to 64 clusters and one for more, where three gained 0.4% and
+    On the sample, Lloyd's passes end when one gains less than 1e-4 of the inertia; over all rows there are two.
+    k-means++ is started 10 times for up to 64 clusters and once for more, where three starts gained 0.4% and
     moving centroids 2.5% in the same time.
     """
     check_k(k, len(rows))
@@ -201,7 +202,7 @@ def kmeans(rows: FeatureRows, k: int, metric: str = "euclidean", seed: int = 0, 
 
 
 def _stream_pass(rows: FeatureRows, centroids: Tensor, metric: str, progress: bool) -> Tensor:
-    """Returns the centroids after one of Lloyd's passes over all rows; those without rows go to rows that cost most."""
+    """Returns the centroids after one Lloyd pass over all rows; empty ones move to the rows of highest cost."""
     k, costs, origin = len(centroids), torch.empty(len(rows)), origin_of(centroids, metric)
     shifted = centroids - origin
     sums, sizes = torch.zeros(shifted.shape, dtype=torch.float64), torch.zeros(k, dtype=torch.int64)
@@ -220,13 +221,13 @@ def _stream_pass(rows: FeatureRows, centroids: Tensor, metric: str, progress: bo
 
 
 def _means(sums: Tensor, sizes: Tensor, centroids: Tensor, spherical: bool) -> Tensor:
-    """Returns the mean of each cluster, of length 1 if spherical; that of an empty one stays where it was."""
+    """Returns the mean of each cluster, of length 1 if spherical; the centroid of an empty one is unchanged."""
     weights = torch.linalg.vector_norm(sums, dim=1) if spherical else sizes
     return torch.where(weights[:, None] > 1e-9, sums / weights[:, None], centroids).float()
 
 
 def _finish(rows: FeatureRows, centroids: Tensor, metric: str, progress: bool) -> Clusters:
-    """Assigns every row; a centroid that is nearest to none goes to the row farthest from its own, or is dropped."""
+    """Assigns every row; an empty centroid moves to the row farthest from its own centroid, or is dropped."""
     for attempt in range(4):
         labels, distances = find_nearest(rows, centroids, metric, progress)
         sizes = torch.bincount(labels, minlength=len(centroids))
@@ -243,7 +244,7 @@ def _finish(rows: FeatureRows, centroids: Tensor, metric: str, progress: bool) -
 
 
 class _Points:
-    """Weighted points in memory, and what k-means does with them."""
+    """Weighted points in memory, with the steps of k-means."""
 
     def __init__(self, x: Tensor, spherical: bool, weights: Tensor | None = None) -> None:
         self.x, self.spherical = x, spherical
@@ -253,7 +254,7 @@ class _Points:
         return _Points(self.x[indices], self.spherical, self.weights[indices])
 
     def nearest(self, centroids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weighted squared distance of each point to its nearest centroid, and which that is."""
+        """Returns the weighted squared distance of each point to its nearest centroid, and the centroid's index."""
         parts = [nearest(x, centroids) for x in self.x.split(CHUNK)]
         return torch.cat([d for d, _ in parts]) * self.weights, torch.cat([label for _, label in parts])
 
@@ -266,7 +267,7 @@ class _Points:
         return _means(sums, sizes, centroids, self.spherical)
 
     def lloyd(self, centroids: Tensor, most: int, tolerance: float, progress: bool = False) -> tuple[Tensor, float]:
-        """Returns the centroids after at most so many passes, and the inertia at the last of them."""
+        """Returns the centroids after at most `most` passes, and the inertia at the last pass."""
         before = math.inf
         for iteration in trange(most, desc="k-means", unit=" passes", disable=not progress, leave=False):
             costs, labels = self.nearest(centroids)
@@ -275,16 +276,16 @@ class _Points:
             empty = (torch.bincount(labels, minlength=len(centroids)) == 0).nonzero()[:, 0]
             far = costs.topk(min(len(empty), len(costs))).indices
             far = far[costs[far] > 0]
-            centroids[empty[: len(far)]] = self.x[far]  # those without points go to the points that cost most
+            centroids[empty[: len(far)]] = self.x[far]  # empty ones move to the points of highest cost
             if not len(far) and iteration and before - inertia <= tolerance * before:
                 break
             before = inertia
         return centroids, inertia
 
     def plus_plus(self, costs: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Returns up to `count` points by greedy k-means++: drawn by their cost, and of those the ones that save most.
+        """Returns up to `count` points by greedy k-means++: candidates are drawn by cost, and the best of them kept.
 
-        Draws are made for several choices at once, since one matrix product for many is much the fastest.
+        Candidates for several choices are drawn at once, since a single large matrix product is much faster.
         """
         chosen: list[int] = []
         norms = self.x.square().sum(1)
@@ -301,7 +302,7 @@ class _Points:
         return self.x[chosen]
 
     def thin(self, centroids: Tensor, k: int) -> Tensor:
-        """Returns the k centroids without which the points would cost most; of two close ones at most one goes."""
+        """Returns the k centroids whose removal would cost most; of two close centroids, at most one is removed."""
         two = [half.topk(2, dim=1, largest=False) for half in half_distances(self.x, centroids)]
         first, second = torch.cat([part.values for part in two]).T
         nearest_one = torch.cat([part.indices[:, 0] for part in two])
@@ -315,7 +316,7 @@ class _Points:
 
 
 def _start(points: _Points, k: int, restarts: int, generator: torch.Generator) -> Tensor:
-    """Returns the best of several k-means++ starts, improved by moving an eighth of its centroids, and then fewer."""
+    """Returns the best of several k-means++ starts, improved by moving an eighth of its centroids, then fewer."""
     best, least = points.x[:1], math.inf
     for _ in range(restarts):
         first = points.x[torch.multinomial(points.weights, 1, generator=generator)]
@@ -346,11 +347,11 @@ def hierarchical(
 ) -> tuple[Centroids, Tensor]:
     """Returns DDM's partition, fine k-means and then k coarse clusters of the fine centroids, and each row's cluster.
 
-    Small data get fewer fine centroids, N / 8 but at least k. A fine centroid weighs as many rows as it stands
-    for: the coarse inertia is then, up to a constant, that of the rows themselves, and far-off cells of a handful
-    of rows cannot claim a cluster (on 12 data sets, unweighted was worse in inertia on each, by 0.4% to 24%, and
-    in balance on 8). With `cap`, no cluster has more than cap times the mean size (or one row above the mean, if
-    that is more): whole cells go to other clusters at the least added cost, and cells too large for it are split.
+    Small data get fewer fine centroids, N / 8 but at least k. A fine centroid is weighted by its number of rows: the
+    coarse inertia is then, up to a constant, that of the rows themselves, and remote cells with a handful of rows
+    cannot claim a cluster (on 12 data sets, unweighted was worse in inertia on each, by 0.4% to 24%, and in balance
+    on 8). With `cap`, no cluster has more than cap times the mean size (or one row above the mean, if that is more):
+    whole cells move to other clusters at the least added cost, and cells too large for this are split.
     """
     check_k(k, len(rows))
     if fine < k:
@@ -396,7 +397,7 @@ def _coarse(cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> T
 
 
 def _split(rows: FeatureRows, cells: Clusters, k: int, metric: str, seed: int, capacity: int) -> Tensor:
-    """Returns the centroids with those of the largest cells replaced by several, by k-means in each."""
+    """Returns the centroids with the largest cells split by k-means within each."""
     fits = max(1, int((capacity - len(rows) / k) / max(1 - 1 / k, 1e-9)))  # cells up to this size can always be packed
     large = cells.sizes.argsort(descending=True, stable=True)[: max(8, len(cells.sizes) // 8)]
     centroids = list(cells.centroids.split(1))
@@ -411,8 +412,8 @@ def _split(rows: FeatureRows, cells: Clusters, k: int, metric: str, seed: int, c
 def pack(size: Any, cost: Any, capacity: int) -> Any:
     """Returns a bin for each item at low total cost[item, bin], no bin above capacity or empty; None if not found.
 
-    Items begin in their cheapest bin and leave the full bins by the move of least added cost for
-    each unit of overflow it removes. Items of at most (capacity - mean) / (1 - 1/bins) always fit.
+    Items start in their cheapest bin and leave overfull bins by the move of least added cost per unit of overflow
+    removed. Items of size at most (capacity - mean) / (1 - 1/bins) always fit.
     """
     items, bins = cost.shape
     place = cost.argmin(1)
@@ -446,7 +447,7 @@ def pack(size: Any, cost: Any, capacity: int) -> Any:
 def measure(
     rows: FeatureRows, labels: Tensor, k: int, metric: str = "euclidean", progress: bool = False
 ) -> dict[str, Any]:
-    """Returns what partition.json says of the quality of any assignment to k clusters, after two passes over the rows.
+    """Returns the quality measures in partition.json for any assignment to k clusters, in two passes over the rows.
 
     Distances are to the mean of the row's own cluster, 1 - cosine for that metric; `balance` is the largest size over
     the mean size, `inertia` the sum of squared Euclidean distances, of rows of length 1 for the cosine metric.
@@ -474,7 +475,7 @@ def measure(
 
 
 def silhouette(rows: FeatureRows, labels: Tensor, metric: str = "euclidean") -> float | None:
-    """Returns the mean of (b - a) / max(a, b) over a random sample, None where fewer than 2 clusters are in it.
+    """Returns the mean of (b - a) / max(a, b) over a random sample; None if it has fewer than 2 clusters.
 
     a is the mean distance to the own cluster's rows, b to those of the next cluster.
     """

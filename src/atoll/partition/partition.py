@@ -1,4 +1,4 @@
-"""From a data set to its clusters: `atoll partition` and `atoll assign`."""
+"""Partitions a data set into clusters: `atoll partition` and `atoll assign`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def partition(
     seed: int = 0,
     progress: bool = True,
 ) -> list[str]:
-    """Cuts DATA into clusters; returns what to tell the user."""
+    """Partitions DATA into clusters; returns lines to print."""
     if method not in METHODS:
         raise unknown("method", method, METHODS)
     if metric not in METRICS:
@@ -73,7 +73,7 @@ def partition(
 
 
 def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -> list[str]:
-    """Places another data set into the clusters of an existing partition."""
+    """Assigns another data set to the clusters of an existing partition; returns lines to print."""
     existing = place_of(existing)
     card = PartitionCard.read(existing)
     if not exists(existing / CENTROIDS):
@@ -95,9 +95,9 @@ def assign_to(folder: str | Path, existing: str | Path, progress: bool = True) -
 
 
 def place_in(folder: str | Path, cluster: int, progress: bool = True) -> list[str]:
-    """Places all of a data set into one cluster of this number, such as one that a partition elsewhere does not have.
+    """Assigns a whole data set to one cluster number, for example one that an existing partition does not have.
 
-    An expert of it can then join the experts of that partition.
+    An expert trained on it can then join the experts of that partition.
     """
     if not 0 <= cluster < MOST_CLUSTERS:
         raise InputError(f"the cluster must be from 0 to {MOST_CLUSTERS - 1}, but is {cluster}")
@@ -115,13 +115,13 @@ def by_random(num_rows: int, k: int, seed: int = 0) -> Tensor:
     check_k(k, num_rows)
     runs = -(-num_rows // k)
     start = split_mix(torch.tensor((seed + 2**63) % 2**64 - 2**63) + GOLDEN)
-    keys = split_mix(torch.arange(runs * k) + start + GOLDEN) ^ -(2**63)  # whose order is that of unsigned numbers
+    keys = split_mix(torch.arange(runs * k) + start + GOLDEN) ^ -(2**63)  # signed order now equals the unsigned order
     return keys.reshape(runs, k).argsort(stable=True).reshape(-1)[:num_rows].clone()
 
 
 def by_label(labels: Sequence[str], k: int, cap: float | None = None) -> Tensor:
-    """Returns the cluster of each row [N] from its label: one for each label in sorted order, or k balanced groups."""
-    names = sorted(set(labels))  # np.unique would make all of them as long as the longest
+    """Returns the cluster of each row [N] from its label: one per label in sorted order, or k balanced groups."""
+    names = sorted(set(labels))  # np.unique would pad all of them to the longest
     number = {name: i for i, name in enumerate(names)}
     of_row = np.fromiter(map(number.__getitem__, labels), np.int64, len(labels))
     sizes = np.bincount(of_row)
@@ -145,7 +145,7 @@ def by_label(labels: Sequence[str], k: int, cap: float | None = None) -> Tensor:
 
 @contextmanager
 def local_features(data: Dataset, progress: bool = True) -> Iterator[Column]:
-    """Yields the features of a data set; those of an object store from temporary shards, since they are read often."""
+    """Yields the features of a data set; from an object store, a temporary local copy, since they are read often."""
     column = data.column("features")
     if not isinstance(data.folder, StorePath):
         yield column
@@ -169,7 +169,7 @@ def _write(
     metric: str,
     progress: bool,
 ) -> list[str]:
-    """Regroups the rows, with all that describes the clusters beside them."""
+    """Regroups the rows, and writes the files that describe the clusters beside them."""
     quality = measure(features, labels, num_clusters, metric, progress)
     parts = {part: getattr(data.card, part) for part in ("latent_shape", "features", "codec", "text")}
     card = PartitionCard(**settings, num_clusters=num_clusters, **quality, **parts)
@@ -197,7 +197,7 @@ def _write(
 
 
 def _draw(data: Dataset, features: FeatureRows, labels: Tensor, num_clusters: int, folder: Path) -> None:
-    """Draws a contact sheet of each cluster, and a map of all."""
+    """Draws a contact sheet of each cluster, and a map of all clusters."""
     with TemporaryDirectory(prefix="atoll-") as local:
         if isinstance(data.folder, StorePath):
             download(data.folder / "vae", Path(local) / "vae")
