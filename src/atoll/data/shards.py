@@ -415,7 +415,7 @@ def _regroup_some(
         sums[cluster][path.name] = write_shard(path, head, {name: texts[:num] for name, texts in strings.items()})
         rest = {name: column[num:].copy() for name, column in columns.items()}
         held[cluster] = [(rest, {name: texts[num:] for name, texts in strings.items()})]
-        bar.update(num)
+        bar.update(len(head["row"]))
 
     def num_held(cluster: int) -> int:
         return sum(len(own["row"]) for own, _ in held[cluster])

@@ -73,7 +73,8 @@ class TextPrior:
 
     def to(self, device: torch.device) -> "TextPrior":
         mean, weight, centre, null = (send(part, device) for part in (self.mean, self.weight, self.centre, self.null))
-        return TextPrior(mean, weight, centre, null, self.limit)
+        covariance = None if self.covariance is None else send(self.covariance, device)
+        return TextPrior(mean, weight, centre, null, self.limit, covariance)
 
 
 class _Sums:
