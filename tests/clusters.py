@@ -1,4 +1,4 @@
-"""Ray clusters on this machine, whose nodes are processes that can be added and killed."""
+"""Starts Ray clusters on this machine, whose nodes are processes that can be added and killed."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 
 def patiently(start: Callable[[], Any]) -> Any:
-    """Starts a node, which Ray gives up after 30 seconds: on a machine that is busy, once more."""
+    """Starts a node, and retries once: Ray gives up after 30 seconds, which a busy machine may exceed."""
     for _ in range(2):
         try:
             return start()
@@ -23,14 +23,14 @@ def patiently(start: Callable[[], Any]) -> Any:
 
 @contextmanager
 def ray_cluster(nodes: int = 2, **options: Any) -> Iterator[Any]:
-    """Yields a cluster of so many nodes with two logical CPUs each, and ends it."""
+    """Yields a cluster of so many nodes with two logical CPUs each, and shuts it down."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     node = {**NODE, **options}
-    system = {"worker_niceness": 0}  # or whatever else this machine does comes first
+    system = {"worker_niceness": 0}  # Ray's default would yield to all other work on this machine
     head = {**node, "include_dashboard": False, "_system_config": system}
-    on_sigterm = signal.getsignal(signal.SIGTERM)  # which a driver of Ray replaces for good
+    on_sigterm = signal.getsignal(signal.SIGTERM)  # a Ray driver replaces it permanently
     cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
     try:
         for _ in range(nodes - 1):

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures shared by all tests."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ from atoll.tensors import WITHOUT_AMX, runs_bf16
 
 if not runs_bf16():
     os.environ[WITHOUT_AMX[0]] = WITHOUT_AMX[1]
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: tests send it to processes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests send it to processes
     signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tiny_models"]
 settings.register_profile("atoll", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("atoll")
 torch.set_num_threads(1)
-refiner.STEPS = conv.STEPS = 2  # codecs are fitted in no time; those that test what they learn ask for more
+refiner.STEPS = conv.STEPS = 2  # codecs are fitted quickly; tests of what they learn ask for more
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def rng() -> torch.Generator:
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tiny experts and a router, assembled."""
+    """Returns an assembled model of three tiny experts and a router."""
     from atoll.sampling.assemble import assemble
     from test_assemble import parts
 
@@ -50,7 +50,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Three nodes of two logical CPUs each, with token authentication as Ray has it by default."""
+    """Yields three nodes of two logical CPUs each, with Ray's default token authentication."""
     from clusters import ray_cluster
 
     assert os.environ.get("RAY_AUTH_MODE") != "disabled"
@@ -58,9 +58,9 @@ def cluster() -> Iterator[Any]:
         yield nodes
 
 
-@pytest.fixture(scope="module")  # not of the session: while it is open, asyncio.run cannot be called
+@pytest.fixture(scope="module")  # not per session: while it is open, asyncio.run cannot be called
 def browser() -> Iterator[Any]:
-    """A real Chromium, by playwright."""
+    """Yields a real Chromium, run by playwright."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="no page is seen: playwright is not installed")
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if (found := shutil.which(name))), None)
@@ -74,7 +74,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Take a line with a measured figure; all of them are shown after the tests."""
+    """Returns a function that takes a line with a measured figure, to be shown after the tests."""
     return lambda line: request.node.user_properties.append(("measured", line))
 
 

@@ -1,4 +1,4 @@
-"""Federations for tests: tiny data, people with keys of their own, and experts that are trained in a moment."""
+"""Federations for tests: tiny data, people with their own keys, and experts that train in a moment."""
 
 import os
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ GOOD = Judgement(accepted=True, reason="it is good", figures={})
 
 
 def make_data(folder: Path, num: int = 64, clusters: int = 2, kind: str = "shapes", seed: int = 0) -> Path:
-    """A data set of a built-in kind, in clusters."""
+    """Makes a built-in data set with clusters."""
     settings = PrepareSettings(size=16, codec="pixels", holdout=0.2, license="CC0-1.0")
     prepare(Source(kind, None, num, 16, seed, None), str(folder), settings, num_workers=0, progress=False)
     if clusters:
@@ -46,7 +46,7 @@ def make_data(folder: Path, num: int = 64, clusters: int = 2, kind: str = "shape
 
 @contextmanager
 def person(home: Path, name: str):
-    """Whatever runs within has this person's key, trust and cache."""
+    """Gives the code in the block this person's key, trusted roots and cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATOLL_HOME", str(home / name))
         patch.setenv("XDG_CACHE_HOME", str(home / name / "cache"))
@@ -54,7 +54,7 @@ def person(home: Path, name: str):
 
 
 class World:
-    """A federation in a store, and people who share nothing but that store."""
+    """A federation in a store, and people who share only that store."""
 
     def __init__(self, url: str, home: Path, data: Path) -> None:
         self.url, self.home, self.data = url, home, data
@@ -99,5 +99,5 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def environment(home: Path, name: str) -> dict[str, str]:
-    """The environment of a person's own process."""
+    """Returns the environment for a process of this person."""
     return {**os.environ, "ATOLL_HOME": str(home / name), "XDG_CACHE_HOME": str(home / name / "cache")}

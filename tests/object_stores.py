@@ -1,4 +1,4 @@
-"""S3 servers for tests: moto's in this process, SeaweedFS as a process of its own, and servers that do wrong."""
+"""S3 servers for tests: moto's in this process, SeaweedFS in its own process, and faulty servers."""
 
 import http.client
 import http.server
@@ -43,7 +43,7 @@ def make_bucket(endpoint):
 
 @contextmanager
 def moto_server():
-    """Yields the URL of an empty bucket; the environment says where it is."""
+    """Yields the URL of an empty bucket, and sets its endpoint in the environment."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
@@ -58,7 +58,7 @@ def moto_server():
 
 
 class WrongServer:
-    """An HTTP server that answers every request with one status and body, cut short or never, and counts them."""
+    """An HTTP server that counts requests and gives each the same response: whole, truncated or none."""
 
     def __init__(self, status=200, body="", length=None, hang=False):
         self.requests, self.release = [], threading.Event()
@@ -97,7 +97,7 @@ class WrongServer:
 
 
 class SeaweedFS:
-    """A real S3 server in a process of its own, that can be killed and started again with what it has stored."""
+    """A real S3 server in its own process, which can be killed and restarted with what it has stored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.process = folder, None
@@ -110,7 +110,7 @@ class SeaweedFS:
         return f"http://127.0.0.1:{self.port}"
 
     def let_in(self, secret: str) -> None:
-        """Says which secret lets someone do everything, and a reader read; from the next start on."""
+        """Sets the secrets for full access and for a reader, from the next start on."""
         rights = {"someone": ["Admin", "Read", "Write", "List", "Tagging"], "reader": ["Read", "List"]}
         people = [
             {"name": name, "credentials": [{"accessKey": name, "secretKey": secret}], "actions": actions}
@@ -119,7 +119,7 @@ class SeaweedFS:
         (self.folder / "s3.json").write_text(json.dumps({"identities": people}))
 
     def start(self) -> None:
-        """Starts it, with other inner ports where somebody else was quicker to take one."""
+        """Starts the server, retrying with other internal ports if one is taken meanwhile."""
         for last in (False, False, False, True):
             try:
                 return self._start()
@@ -142,13 +142,13 @@ class SeaweedFS:
                  *inner, "-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.telemetry=false",
                  "-s3.port.iceberg=0", "-s3.port.lance=0"],
                 stdout=file, stderr=file, start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name[:4] != "AWS_"},  # it lets these in
+                env={name: value for name, value in os.environ.items() if name[:4] != "AWS_"},  # it would accept these
             )  # fmt: skip
         deadline = time.monotonic() + 90
         while True:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"SeaweedFS does not start: {log.read_text()[-8000:]}")
-            # Its own word first: on its port another test's server may answer.
+            # Checks its own log first: another test's server may answer on its port.
             if f"at http port {self.port}" in log.read_text():
                 with suppress(urllib.error.URLError, OSError):
                     urllib.request.urlopen(f"{self.endpoint}/status", timeout=2).close()
@@ -165,7 +165,7 @@ class SeaweedFS:
 
 @contextmanager
 def seaweedfs(folder: Path):
-    """Yields a running server with an empty bucket; the environment says where it is."""
+    """Yields a running server with an empty bucket, and sets its endpoint in the environment."""
     pytest.importorskip("boto3")
     server = SeaweedFS(folder)
     server.start()
@@ -179,8 +179,8 @@ def seaweedfs(folder: Path):
 
 
 def _free_port() -> int:
-    """Returns a port below those that the system hands out: one of these could go to any other test's connection
-    between this look and the server's own."""
+    """Returns a port below the ephemeral range: an ephemeral one could go to any other test's connection before the
+    server binds it."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -189,7 +189,7 @@ def _free_port() -> int:
 
 
 class FaultyProxy:
-    """A proxy before an S3 server that does wrong with one request in five: it drops, delays, truncates or repeats it,
+    """A proxy for an S3 server that mishandles one request in five: it drops, delays, truncates or repeats it,
     or answers 500 or 503 in the server's place."""
 
     FAULTS = ("drop", "drop answer", "delay", "truncate", "repeat", "500", "503")

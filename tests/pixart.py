@@ -1,4 +1,4 @@
-"""diffusers' PixArt transformer, tiny and random, and the same weights as an Atoll expert."""
+"""A tiny random PixArt transformer of diffusers, and an Atoll expert with the same weights."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WIDTH, DEPTH, NUM_HEADS, SIZE, TEXT_DIM = 32, 3, 4, 8, 24
 
 
 def make_pair() -> tuple[nn.Module, DiT]:
-    """A PixArtTransformer2DModel with no weight left at zero, and a DiT that has the same weights."""
+    """Returns a PixArtTransformer2DModel with no weight left at zero, and a DiT with the same weights."""
     torch.manual_seed(0)
     pixart = PixArtTransformer2DModel(
         num_attention_heads=NUM_HEADS,

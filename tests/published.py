@@ -1,4 +1,4 @@
-"""Checkpoints with the key names and shapes of published ones, tiny and random, and what they compute, in plain torch.
+"""Tiny random checkpoints with the key names and shapes of published ones, and their forward passes in plain torch.
 
 Written from the description of the architectures, not with the code under test.
 """
@@ -23,7 +23,7 @@ def layer(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
 
 
 def places(width: int, side: int, step: float = 1.0) -> Tensor:
-    """Sines and cosines of columns, then of rows, `step` apart."""
+    """Returns the sines and cosines of columns, then of rows, `step` apart."""
     rows = []
     for y in range(side):
         for x in range(side):
@@ -36,7 +36,7 @@ def places(width: int, side: int, step: float = 1.0) -> Tensor:
 
 
 def class_dit(seed: int = 0, width: int = WIDTH, depth: int = DEPTH, classes: int = CLASSES) -> Weights:
-    """The state dict of facebookresearch's DiT, and of SiT: 4 channels in, 8 out, patches of 2."""
+    """Returns the state dict of facebookresearch's DiT and SiT: 4 channels in, 8 out, patches of 2."""
     shapes = {"x_embedder.proj.weight": (width, 4, 2, 2), "x_embedder.proj.bias": (width,)}
     shapes |= layer("t_embedder.mlp.0", width, 256) | layer("t_embedder.mlp.2", width, width)
     shapes |= {"y_embedder.embedding_table.weight": (classes + 1, width)}
@@ -47,7 +47,7 @@ def class_dit(seed: int = 0, width: int = WIDTH, depth: int = DEPTH, classes: in
     shapes |= layer("final_layer.linear", 2 * 2 * 8, width)
     shapes |= layer("final_layer.adaLN_modulation.1", 2 * width, width)
     w = {"pos_embed": places(width, SIZE // 2), **draw(shapes, seed)}
-    # A trained network's modulation changes slowly: it hardly looks at the waves that turn within a few of 1000 steps.
+    # A trained network's modulation changes slowly: it hardly uses the waves with periods of a few of the 1000 steps.
     slow = torch.clamp(0.02 / torch.exp(-math.log(10_000) * torch.arange(128) / 128), max=1).repeat(2)
     return {**w, "t_embedder.mlp.0.weight": 3 * slow * w["t_embedder.mlp.0.weight"]}
 
@@ -76,7 +76,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 def run_class_dit(w: Weights, x: Tensor, time: Tensor, label: int) -> Tensor:
-    """All 8 channels, at the time as the network sees it."""
+    """Returns all 8 output channels, at the time in the network's own units."""
     h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=2).flatten(2).transpose(1, 2)
     h = h + w["pos_embed"]
     c = apply_layer(w, "t_embedder.mlp.2", F.silu(apply_layer(w, "t_embedder.mlp.0", waves(time))))
@@ -94,7 +94,7 @@ def run_class_dit(w: Weights, x: Tensor, time: Tensor, label: int) -> Tensor:
 
 
 def unpatch(patches: Tensor) -> Tensor:
-    """[B, N, p p C] with p = 2 as pictures [B, C, S, S]."""
+    """Returns tokens [B, N, p p C], p = 2, as images [B, C, S, S]."""
     batch, num, numbers = patches.shape
     side, channels = math.isqrt(num), numbers // 4
     out = patches.new_zeros(batch, channels, 2 * side, 2 * side)
@@ -106,7 +106,7 @@ def unpatch(patches: Tensor) -> Tensor:
 
 
 def pixart(seed: int = 0, text_dim: int = 24) -> Weights:
-    """The state dict of PixArt-alpha's .pth files."""
+    """Returns the state dict of PixArt-alpha's .pth files."""
     shapes = {"x_embedder.proj.weight": (WIDTH, 4, 2, 2), "x_embedder.proj.bias": (WIDTH,)}
     shapes |= layer("t_embedder.mlp.0", WIDTH, 256) | layer("t_embedder.mlp.2", WIDTH, WIDTH)
     shapes |= layer("t_block.1", 6 * WIDTH, WIDTH) | {"y_embedder.y_embedding": (120, text_dim)}
@@ -181,7 +181,7 @@ def paris_router(seed: int = 0, num: int = 3) -> Weights:
 
 
 def _multihead(w: Weights, name: str, q: Tensor, kv: Tensor) -> Tensor:
-    """torch's own nn.MultiheadAttention with these weights."""
+    """Computes torch's own nn.MultiheadAttention with these weights."""
     attention = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     attention.load_state_dict({key.removeprefix(f"{name}."): w[key] for key in w if key.startswith(f"{name}.")})
     with torch.no_grad():

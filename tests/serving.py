@@ -1,4 +1,4 @@
-"""Servers for tests: an app in a thread of this process, or a command in a process of its own."""
+"""Servers for tests: an app in a thread of this process, or a command in its own process."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from atoll.serving.settings import Limits
 
 
 def eventually(holds: Callable[[], Any], seconds: float = 60) -> Any:
-    """Waits until something holds, and returns it."""
+    """Waits until a condition holds, and returns its value."""
     end = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < end, "it did not happen in time"
@@ -34,7 +34,7 @@ def eventually(holds: Callable[[], Any], seconds: float = 60) -> Any:
 
 @contextmanager
 def in_a_thread(app: Any, limits: Limits = Limits()) -> Iterator[str]:  # noqa: B008
-    """Yields the URL of an app that is served until the end."""
+    """Serves an app in a thread, and yields its URL."""
     config = uvicorn_config(app, limits)
     config.port = 0
     server = uvicorn.Server(config)
@@ -65,7 +65,7 @@ def in_process(*specs: str, **options: Any) -> Iterator[tuple[str, State]]:
 
 
 class Command:
-    """`atoll ARGUMENTS` in a process of its own, until the end of the `with`."""
+    """Runs `atoll ARGUMENTS` in its own process, until the `with` block ends."""
 
     def __init__(self, *arguments: object) -> None:
         self.process = subprocess.Popen(

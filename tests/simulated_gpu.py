@@ -1,9 +1,8 @@
-"""A GPU that is not there: tensors that say they are on `cuda:0` and compute on the CPU, with real values.
+"""A simulated GPU: tensors that claim to be on `cuda:0` and compute on the CPU, with real values.
 
-It fails where a GPU would, when tensors of two devices meet, and counts by call site what would stall one: looking at a
-value, copying to the host, copying from memory that is not pinned, and operations whose result has a size that
-depends on values. (Fake tensors cannot do this here: their autograd needs a build with CUDA, and without values no code
-can decide anything.)
+It fails where a GPU would, when tensors of two devices meet, and counts by call site what would stall one: reading a
+value, copying to the host, copying from unpinned memory, and operations whose output size depends on values. (Fake
+tensors cannot do this here: their autograd needs a build with CUDA, and without values no code can branch on them.)
 """
 
 import sys
@@ -29,7 +28,7 @@ INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, 
 
 
 class GpuTensor(Tensor):
-    """Claims to be on the GPU; `held` is the tensor on the CPU. To autograd it is one on the CPU."""
+    """Claims to be on the GPU; `held` is the tensor on the CPU. Autograd sees a CPU tensor."""
 
     held: Tensor
     device = property(lambda self: CUDA)
@@ -56,9 +55,9 @@ class GpuTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         first = args[0] if args else None
-        if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):  # to where another tensor is
+        if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):  # to another tensor's device
             return first.to(args[1].device, args[1].dtype, *args[2:], **kwargs)
-        if name == "pad_sequence":  # it makes its result in C++, where ours are on the CPU
+        if name == "pad_sequence":  # creates its result in C++, which sees CPU tensors
             return GpuTensor(func(*tree_map(_held, args), **kwargs))
         if name == "to" and sys._getframe(1).f_globals["__name__"] in ("torch.nn.utils.clip_grad", "torch.optim.adam"):
             return first  # they group tensors by the device that C++ sees, and move nothing
@@ -99,7 +98,7 @@ def _target(args: Any, kwargs: Any) -> str | None:
 
 
 class Stream:
-    """A queue of the device; here all of them run at once, and what they are told is written down."""
+    """A stream of the device; here all run immediately, and their calls are logged."""
 
     def __init__(self, name: Any = "side") -> None:
         self.name = name if isinstance(name, str) else "side"
@@ -126,12 +125,12 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 class Gpu(TorchDispatchMode):
-    """The device, while it is there; `stalls` are counted by call site in atoll."""
+    """The device while it is simulated; `stalls` are counted by call site in atoll."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stalls: Counter[str] = Counter()
-        self.log: list[tuple[Any, ...]] = []  # copies to the device, and what streams and events are told
+        self.log: list[tuple[Any, ...]] = []  # copies to the device, and calls of streams and events
         self.stream = Stream("default")
         self.pinned: dict[int, torch.UntypedStorage] = {}
 
@@ -210,7 +209,7 @@ def _save_held(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
 
 
 def _on_the_host(make: Any) -> Any:
-    """What a function makes of Python numbers for the GPU is made on the CPU and copied, as torch does."""
+    """Creates tensors from Python numbers on the CPU and copies them to the GPU, as torch does."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
         tensor = make(*args, **kwargs)
@@ -236,7 +235,7 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 @contextmanager
 def simulated_gpu() -> Iterator[Gpu]:
-    """A machine with one GPU, as far as Python can tell."""
+    """Simulates a machine with one GPU, as far as Python can tell."""
     gpu = Gpu()
     _running.append(gpu)
     patches = {"is_available": lambda: True, "_lazy_init": lambda: None, "device_count": lambda: 1,

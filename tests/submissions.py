@@ -1,4 +1,4 @@
-"""Runs to be submitted, and what cheats would make of them."""
+"""Runs to submit, and the ways in which cheats would alter them."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ FILES = ("config.json", "model.safetensors", "calibration.safetensors", "run.jso
 
 @cache
 def runs(root: Path) -> Path:
-    """A data set of two clusters, and an expert of each."""
+    """Returns a data set of two clusters and an expert of each."""
     data = root / "submitted" / "data"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_module, "EVALUATED_AT_THE_END", EVALUATED)
@@ -55,7 +55,7 @@ def _runs(data: Path) -> Path:
 
 
 def submit(run: Path, out: Path) -> Path:
-    """The folder that a contributor uploads."""
+    """Makes the folder that a contributor uploads."""
     out.mkdir(parents=True)
     for name in FILES:
         shutil.copy(run / name, out / name)
@@ -65,7 +65,7 @@ def submit(run: Path, out: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cards are made again with as few held-out rows as they were made with."""
+    """Recomputes cards with as few held-out rows as they were made with."""
     monkeypatch.setattr(expert_module, "EVALUATED_AT_THE_END", EVALUATED)
 
 
@@ -76,12 +76,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submission(data: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """Returns a copy to tamper with."""
     return submit(data.with_name("run_0"), tmp_path / "submission")
 
 
 def seal(folder: Path) -> None:
-    """Brings the hashes in config.json up to date, as any cheat would."""
+    """Updates the hashes in config.json, as any cheat would."""
     about = json.loads((folder / "config.json").read_text())
     for name in about["sha256"]:
         about["sha256"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -104,7 +104,7 @@ def edit_weights(folder: Path, change: Callable[[Tensor], Tensor], name: str = "
 
 
 def edit_checkpoint(path: Path, tensors: Mapping[str, Tensor], **progress: int) -> None:
-    """Writes other tensors into a checkpoint, with the hash that belongs to them."""
+    """Writes other tensors into a checkpoint, with the matching hash."""
     values = {**asdict(read_progress(path)), **progress}
     whole = {**read_tensors(path, ""), **tensors}
     path.unlink()
@@ -112,7 +112,7 @@ def edit_checkpoint(path: Path, tensors: Mapping[str, Tensor], **progress: int) 
 
 
 def relabel(folder: Path, data: Path, cluster: int) -> None:
-    """Makes all of a stolen run say that it is of another cluster, with figures that are true of that one."""
+    """Relabels a stolen run as one of another cluster, with figures that are true of that cluster."""
     task = ExpertTask(Dataset.open(data, cluster), SETTINGS, torch.device("cpu"))
     task.network.load_state_dict(load_file(folder / "model.safetensors"))
     task.network.eval()

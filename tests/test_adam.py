@@ -1,4 +1,4 @@
-"""AdamW beside torch's own class, and what a process that trains does not load."""
+"""AdamW against torch's own class, and what a training process must not import."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def weights() -> list[torch.Tensor]:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.03])
 def test_it_is_that_of_torch(fused, weight_decay):
-    """With rates that change, and a weight that has no gradient for a while."""
+    """With changing learning rates, and a weight that has no gradient for a while."""
     ours, theirs = weights(), weights()
     optimizer = AdamW(ours, (0.9, 0.98), weight_decay, fused)
     reference = torch.optim.AdamW(theirs, betas=(0.9, 0.98), weight_decay=weight_decay, fused=fused)
@@ -56,7 +56,7 @@ def test_an_update_that_is_skipped():
 
 @pytest.mark.slow
 def test_training_does_not_load_the_compiler(tmp_path):
-    """Which would take seconds of every process that trains."""
+    """It would cost every training process seconds."""
     code = (
         "import sys; from atoll.cli.main import main; main(sys.argv[1:]); "
         "sys.exit('torch._dynamo was loaded' if 'torch._dynamo' in sys.modules else 0)"

@@ -1,4 +1,4 @@
-"""A scheduler in a process of its own: the same images, also if the process is lost, and an orderly end."""
+"""A scheduler in its own process: the same images, even if the process is lost, and a graceful shutdown."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ class Counted(Observer):
 
 
 def test_the_same_images(pipe, scheduler):
-    """Whatever else is in flight, with what an observer and a trace say."""
+    """The images do not depend on what else is in flight; observer and traces agree with them."""
     jobs, observer = random_jobs(pipe, 16, 8), Counted()
     told = Told(len(jobs))
     process = scheduler(observer, images=4)
@@ -81,7 +81,7 @@ def test_the_same_images(pipe, scheduler):
 
 
 def test_a_process_that_is_lost(pipe, scheduler):
-    """Another one makes its images; nobody sees a preview twice."""
+    """A new process generates its images; no preview is repeated."""
     process, jobs = scheduler(), [make_job(pipe, seed, steps=60, previews=60) for seed in range(3)]
     told, lost = Told(3), process.pid
     process.submit(jobs, told.calls())
@@ -112,7 +112,7 @@ def test_an_image_that_ends_every_process_is_refused(pipe, scheduler):
 
 
 def test_no_room(pipe, scheduler):
-    """Beyond the places and those who may wait; one that is cancelled gives up its place at once."""
+    """Images beyond the places and the queue are refused; a cancelled one gives up its place at once."""
     process, told = scheduler(images=2, waiting=1), Told(3)
     images = process.submit([make_job(pipe, seed, steps=200) for seed in range(3)], told.calls())
     assert process.counts() == (2, 1)
@@ -131,7 +131,7 @@ def test_no_room(pipe, scheduler):
 def test_closing_finishes_what_is_in_flight(pipe, scheduler):
     process, told = scheduler(), Told(2)
     process.submit([make_job(pipe, seed, steps=40) for seed in range(2)], told.calls())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are the server's
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only the server handles them
         os.kill(process.pid, number)
     process.close()
     assert all(isinstance(own[-1], Finished) for own in told.events)
@@ -152,7 +152,7 @@ def test_images_can_be_cancelled_while_it_closes(pipe, scheduler):
 
 
 def test_what_fails_is_told(pipe, scheduler):
-    """What was wrong with a request, as the scheduler of this process would tell it."""
+    """Errors of a request are reported as by a scheduler in this process."""
     process, told = scheduler(), Told(2)
     process.submit([make_job(pipe, guidance=1e38, steps=4), make_job(pipe)], told.calls())
     failed, finished = told.last()

@@ -1,4 +1,4 @@
-"""Parts trained apart become one folder, or a sentence says which of them does not fit."""
+"""Parts trained separately become one folder, or an error says which of them does not fit."""
 
 import json
 import os
@@ -34,7 +34,7 @@ ROUTER = RouterSettings(model="xs/1", steps=12, batch=16, save_every=12, eval_ev
 
 @cache
 def parts(root: Path) -> tuple[Path, Path]:
-    """A data set of 3 clusters, and what is trained on it: three experts, a monolith, and a router of each kind."""
+    """Returns a data set of 3 clusters, with three experts, a monolith, and a router of each kind trained on it."""
     with pytest.MonkeyPatch.context() as patch:
         return _parts(root / "model-parts" / "avatars", root / "model-parts" / "run", patch)
 
@@ -44,7 +44,7 @@ def _parts(data: Path, run: Path, patch: pytest.MonkeyPatch) -> tuple[Path, Path
             0, progress=False)  # fmt: skip
     partition(data, 3, cap=1.3, progress=False)
     for judge in (expert_module, router_module):
-        patch.setattr(judge, "EVALUATED_AT_THE_END", 256)  # how good they are does not matter here
+        patch.setattr(judge, "EVALUATED_AT_THE_END", 256)  # their quality does not matter here
     for k, kind in enumerate(KINDS):
         train_expert(data, k, replace(QUICK, objective=kind), run / f"expert_{k}", progress=False)
     train_router(data, ROUTER, run / "router", progress=False)
@@ -65,12 +65,12 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mine(run, tmp_path) -> Path:
-    """A copy to spoil."""
+    """Returns a copy to damage."""
     return Path(shutil.copytree(run, tmp_path / "mine"))
 
 
 def edit(folder: Path, *keys: str, value: object) -> None:
-    """Change a value deep in a config.json."""
+    """Changes a nested value of a config.json."""
     about = json.loads((folder / "config.json").read_text())
     place = about
     for key in keys[:-1]:
@@ -97,7 +97,7 @@ class TestWhole:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
         text = (tmp_path / "model" / "model_index.json").read_text()
         assert json.loads(text)["_class_name"] == "AtollPipeline"
-        assert str(run) not in text  # no path of this machine
+        assert str(run) not in text  # no local path
         index.verify(tmp_path / "model")
 
     def test_its_page_for_the_hub(self, data, mine, tmp_path):
@@ -138,7 +138,7 @@ class TestWhole:
         path = mine / "expert_1" / "model.safetensors"
         expert = Expert.load(path.parent)
         expert.network.out.weight.data += 1
-        path.unlink()  # it may be linked
+        path.unlink()  # it may be a hard link
         expert.save(path.parent)
         assert assemble([run], None, tmp_path / "a", data).hash != assemble([mine], None, tmp_path / "b", data).hash
 
@@ -228,7 +228,7 @@ class TestRefused:
         edit(mine / "expert_2", "data", "cluster", value=7)
         sentence = "expert_2 is of cluster 7, but the router .* knows the clusters 0 to 2"
         self.refused("there is no expert of cluster 2, 3, 4, 5, 6", tmp_path, [mine], None, data)
-        edit(mine / "expert_2", "calibration", value=None)  # nothing to join by
+        edit(mine / "expert_2", "calibration", value=None)  # no statistics to join by
         self.refused(sentence, tmp_path, [mine], None, data)
 
     def test_a_monolith_among_experts(self, data, mine, tmp_path):
@@ -269,7 +269,7 @@ class TestRefused:
         self.refused(f"{part}/config.json is damaged, {sentence}", tmp_path, [mine], None, data)
 
     def test_another_size(self, data, mine, tmp_path, monkeypatch):
-        """The same codec, but pictures twice as wide."""
+        """The same codec, but images twice as wide."""
         read = ExpertCard.read
 
         def wider(folder: Path) -> ExpertCard:
@@ -390,7 +390,7 @@ class TestReplaced:
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
     def test_after_kill_9_the_same_command_makes_it(self, data, run, tmp_path):
-        """Killed when half of the files are there: nothing of it is seen, and nothing is left after the next run."""
+        """Killed with half of the files written, it leaves nothing visible, and nothing after the next run."""
         program = """
 import os, signal, sys
 from atoll.sampling import assemble as module

@@ -139,7 +139,7 @@ def test_every_value_appears_and_the_background_differs(fresh):
 def test_heldout_combinations():
     share = np.mean([is_heldout(attributes) for attributes in COMBINATIONS])
     assert 0.08 < share < 0.12
-    assert is_heldout(ROBOT) is False  # the split of every published result: it may never change
+    assert is_heldout(ROBOT) is False  # every published result depends on this split: it must never change
     assert is_heldout(ROBOT | {"kind": "cat", "hat": "crown"}) is False
     digest = hashlib.sha256("".join("01"[is_heldout(a)] for a in COMBINATIONS).encode()).hexdigest()
     assert digest[:12] == "a5d2a0557fb5"
@@ -175,7 +175,7 @@ def test_the_checker_reads_other_sizes(size):
 
 
 def test_the_checker_reads_every_shape_and_colour():
-    """A fault in one rare combination would hide in a mean over random ones."""
+    """A mean over random combinations would hide a fault in a rare one."""
     some = COMBINATIONS[::11]
     found = read_avatars(np.stack([draw_avatar(attributes) for attributes in some]))
     assert found == some

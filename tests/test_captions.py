@@ -1,4 +1,4 @@
-"""Captions as people keep them, several per image, and files that cannot be trusted."""
+"""Captions in the formats that people use, several per image, and untrusted files."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ from test_sources import TRANSFORM, png, write, write_tar
 
 
 def texts(place: Path, **options: object) -> dict[str, list[str] | str]:
-    """What is read in the end: key -> captions, or the fault."""
+    """Returns what is read: key -> captions, or the fault."""
     samples = read_items(Source(str(place), **options).items(), TRANSFORM)
     return {item.key: [item.caption, *item.more] if image else item.fault for item, image in samples}
 
@@ -73,7 +73,7 @@ class TestSidecars:
         assert texts(tmp_path, caption_column="alt") == {"a.png": ["y"], "b.png": ["z"]}
 
     def test_class_folders_have_other_json(self, tmp_path):
-        """Files of an annotation tool beside the images are none of ours if captions are made of folder names."""
+        """An annotation tool's files beside the images are ignored if captions come from folder names."""
         photos(tmp_path, "owl/a.png")
         write(tmp_path, {"owl/a.json": "[" * 10})
         assert texts(tmp_path, template="a {label}") == {"owl/a.png": ["a owl"]}
@@ -169,7 +169,7 @@ class TestFlickr:
         assert texts(tmp_path) == {"Images/1.png": ["A dog .", "A dog , running"], "Images/2.png": ['A "sign" .']}
 
     def test_kaggle_30k(self, tmp_path):
-        """With the row that lacks a bar, as in the file that everybody has."""
+        """With the row that lacks a bar, as in the published file."""
         photos(tmp_path, "flickr30k_images/1.png", "flickr30k_images/2.png")
         lines = [
             "image_name| comment_number| comment",
@@ -266,7 +266,7 @@ class TestCoco:
 
     @pytest.mark.slow
     def test_much_of_it_takes_little_memory(self, tmp_path, monkeypatch):
-        """Nothing is kept of an entry that is not needed, so that a bomb of them is not much larger than its text."""
+        """Unneeded entries are not kept, so that a flood of them takes little more memory than its text."""
         import tracemalloc
 
         monkeypatch.setattr(module, "MAX_COCO", 8 << 20)
@@ -282,7 +282,7 @@ class TestCoco:
 class TestHostile:
     @pytest.mark.parametrize("kind", ["metadata.jsonl", "metadata.csv", "captions.txt"])
     def test_names_that_lead_out(self, tmp_path, kind):
-        """A row is looked up among the images in its folder; nothing else is ever opened."""
+        """Rows are looked up among the images of their folder; nothing else is ever opened."""
         outside = photos(tmp_path / "out", "secret.png")
         place = photos(tmp_path / "in", "a.png", "sub/b.png")
         (place / "link.png").symlink_to(outside / "secret.png")
@@ -319,7 +319,7 @@ class TestHostile:
     @pytest.mark.parametrize("kind", ["metadata.jsonl", "metadata.csv", "captions.txt", "Flickr8k.token.txt"])
     @pytest.mark.timeout(60)
     def test_a_line_without_end(self, tmp_path, kind):
-        """10 GB are refused by the size; what is smaller, once a line is longer than any caption."""
+        """10 GB are refused by their size; smaller files once a line is longer than any caption."""
         photos(tmp_path, "a.png")
         write(tmp_path, {kind: "image,caption\n"})
         os.truncate(tmp_path / kind, 10 << 30)
@@ -397,7 +397,7 @@ class TestTables:
 
 class TestNum:
     def test_few_are_held_and_many_are_listed_again(self, tmp_path, monkeypatch):
-        """Either way the same items in the same order, with all that have a fault."""
+        """Either way gives the same items in the same order, including all with a fault."""
         photos(tmp_path, *(f"{i:02d}.png" for i in range(40)))
         write(tmp_path, {f"{i:02d}.txt": f"c{i}" for i in range(0, 40, 2)} | {"00.txt": " "})
         few = list(Source(str(tmp_path), num=7).items())
@@ -418,7 +418,7 @@ class TestNum:
         assert sorted(opened) == sorted([*(f"{i:02d}.txt" for i in range(20)), *(item.key for item in source.items())])
 
     def test_it_chooses_by_name_alone(self, tmp_path):
-        """Whatever file the captions are in, the same images are chosen; only these are opened."""
+        """The same images are chosen whatever file has the captions; only these are opened."""
         names = [f"{i:02d}.png" for i in range(40)]
         rows = [[name, f"{i} of {k}"] for k in range(5) for i, name in enumerate(names)]
         chosen = []

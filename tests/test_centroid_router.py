@@ -1,4 +1,4 @@
-"""The router from centroids is Bayes' rule where the clusters are what it takes them for."""
+"""The router from centroids is Bayes' rule for clusters that satisfy its assumptions."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TIMES = torch.tensor([0.0, 0.01, 0.3, 0.7, 0.99, 1.0], dtype=torch.float64)
 
 @pytest.fixture
 def data(rng) -> ClusteredGaussians:
-    """One round Gaussian a cluster."""
+    """Returns one isotropic Gaussian per cluster."""
     means = torch.randn(K, 1, C * S * S, generator=rng, dtype=torch.float64)
     variances = (0.1 + torch.rand(K, 1, 1, generator=rng, dtype=torch.float64)).expand_as(means)
     counts = torch.tensor([[100.0], [20.0], [300.0], [7.0], [73.0]], dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_pure_noise_gives_the_shares(data, router, x):
 
 
 def test_image_scale(data, x):
-    """A smaller factor is less sure, and leaves the shares as they are."""
+    """A smaller factor gives less confident probabilities and the same shares."""
     statistics = (data.means.view(K, C, S, S), data.variances[:, 0, 0], 500 * data.weights[:, 0])
     whole, part = (CentroidRouter.fit(*statistics, image_scale=scale) for scale in (1.0, 0.2))
     x = x.view(-1, C, S, S)
@@ -93,7 +93,7 @@ def test_round_trip(data, router, x, tmp_path):
 
 
 def test_empty_and_flat_clusters():
-    """An empty cluster is never chosen, and one without variance does not break at t = 0."""
+    """An empty cluster is never chosen, and one without variance stays finite at t = 0."""
     means = torch.stack([torch.full((1, 2, 2), float(k)) for k in range(3)])
     router = CentroidRouter.fit(means, torch.tensor([0.0, 0.1, 0.1]), torch.tensor([5, 0, 5]))
     p = torch.softmax(router(means, torch.tensor(0.0)), 1)

@@ -1,4 +1,4 @@
-"""The Ray engine on clusters of several nodes on this machine: the bits of the local engine, whatever dies."""
+"""The Ray engine on clusters of several nodes on this machine: the local engine's bits, whatever is killed."""
 
 import json
 import os
@@ -41,7 +41,7 @@ SCRIPT = "import json, sys; json.dump(dict(complete=True, steps_done=5), open(sy
 @pytest.mark.slow
 class TestShort:
     def test_jobs_and_functions(self, tmp_path):
-        """All that a small cluster of one node does, in one test: it takes longer to start than to use."""
+        """Covers everything a one-node cluster does in one test: starting it takes longer than using it."""
 
         def negative(number: int) -> int:
             if number == 0:
@@ -107,7 +107,7 @@ class TestMistakes:
     @pytest.mark.cluster
     @pytest.mark.parametrize(("version", "has"), [("9.9.9", "atoll 9.9.9"), (None, "no atoll")])
     def test_a_node_that_would_train_something_else(self, cluster, tmp_path, version, has):
-        """Its packages are described by another folder, which Python looks into first."""
+        """Another folder, first on Python's path, describes its packages."""
         shadow = "import importlib.metadata as m\nreal = m.version\ndef version(name):\n    if name != 'atoll':\n"
         shadow += "        return real(name)\n" + (
             f"    return {version!r}\n" if version else "    raise m.PackageNotFoundError(name)\n"
@@ -124,7 +124,7 @@ class TestMistakes:
 
 
 def prepare_all(out: Path, *flags: str) -> None:
-    """The demo's data, of fewer images, and its four clusters."""
+    """Prepares the demo's data, with fewer images, and its four clusters."""
     main(["prepare", "avatars", "--num", "400", "--size", "32", "--near-duplicates", "keep", "--device", "cpu",
           "--workers", "0", "--out", str(out), *flags])  # fmt: skip
     main(["partition", str(out), "--experts", "4"])
@@ -140,7 +140,7 @@ ROUTER = "--router --router.model xs --router.steps 60 --router.batch 16 --route
 
 
 def judge_all(folder: Path, *flags: str) -> None:
-    """Assembles what was trained on FOLDER/data, measures it, and teaches a student by it."""
+    """Assembles what was trained on FOLDER/data, evaluates it, and distils a student from it."""
     data, model = str(folder / "data"), str(folder / "model")
     main(["assemble", str(folder / "run"), "--data", data, "--out", model])
     small = "--num 20 --features simple --metrics frechet kernel --steps 4 --device cpu"
@@ -153,7 +153,7 @@ PARTS = [*(f"expert_{k}" for k in range(4)), "router"]
 
 
 def contents(out: Path, parts: Sequence[str] = PARTS) -> dict[str, object]:
-    """Returns the files of parts to the byte, and of metrics and checkpoints all but how long they took."""
+    """Returns the bytes of all parts, and metrics and checkpoints without their timings."""
     found: dict[str, object] = {}
     for part in parts:
         for name in ("model.safetensors", "config.json"):
@@ -170,7 +170,7 @@ def contents(out: Path, parts: Sequence[str] = PARTS) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
-    """Returns the folder of what the local engine makes: data, run, model, evaluated, student."""
+    """Returns the local engine's results: data, run, model, evaluated, student."""
     folder = tmp_path_factory.mktemp("local")
     prepare_all(folder / "data")
     main(train_all(folder / "data", folder / "run", *ROUTER.split()))
@@ -179,7 +179,7 @@ def local(tmp_path_factory) -> Path:
 
 
 def pids_below(folder: Path) -> list[int]:
-    """Returns the processes whose command names a folder, of this machine's nodes all."""
+    """Returns the processes on all of this machine's nodes whose command names a folder."""
     pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -192,7 +192,7 @@ def pids_below(folder: Path) -> list[int]:
 
 
 def workers_of(*names: str) -> list[int]:
-    """Returns the Ray workers of this process's clusters that are busy with one of these."""
+    """Returns the Ray workers of this process's clusters that run one of these."""
     prefixes, pids = tuple(f"ray::{name}" for name in names), []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error, IndexError):
@@ -220,7 +220,7 @@ def nothing_is_left(out: Path) -> None:
 
 @contextmanager
 def another_node(cluster, **options: object) -> Iterator[Any]:
-    """Yields one more node of the cluster, which may be removed in the meantime."""
+    """Yields an additional node of the cluster, which may be removed meanwhile."""
     node = patiently(lambda: cluster.add_node(**{**NODE, **options}))
     try:
         yield node
@@ -234,7 +234,7 @@ def another_node(cluster, **options: object) -> Iterator[Any]:
 @pytest.mark.bits
 @pytest.mark.timeout(1800)
 class TestBits:
-    """What the cluster makes is what the local engine makes, to the byte."""
+    """The cluster's results equal the local engine's, byte for byte."""
 
     def test_from_images_to_figures(self, local, cluster, tmp_path):
         """Prepared, partitioned, four experts and the router trained, assembled, evaluated, distilled."""
@@ -250,7 +250,7 @@ class TestBits:
         nothing_is_left(tmp_path)
 
     def test_ten_workers_and_a_node_die(self, local, cluster, tmp_path):
-        """Workers with -9, at random moments, each time another at random; the node after half of them."""
+        """Random workers are killed with -9 at random moments; the node after half of them."""
         out, rng, killed, stop = tmp_path / "run", random.Random(0), list[int](), threading.Event()
 
         def kill(node: Any) -> None:
@@ -279,7 +279,7 @@ class TestBits:
         nothing_is_left(out)
 
     def test_the_driver_is_killed(self, local, cluster, tmp_path):
-        """Jobs end with it, having saved a checkpoint; the same command resumes."""
+        """Its jobs save a checkpoint and end; rerunning the command resumes."""
         out = tmp_path / "run"
         flags = ["--experts", "0,3", "--engine", "ray", "--address", cluster.address]
         command = train_all(local / "data", out, *flags)
@@ -294,7 +294,7 @@ class TestBits:
 
     @pytest.mark.parametrize("gpus", [0, 1])
     def test_a_prepare_that_loses_workers_and_a_node(self, cluster, tmp_path, monkeypatch, gpus):
-        """Ten that read and encode are killed; where a node claims a GPU, others encode, and three of both die."""
+        """Ten that read and encode are killed; where a node claims a GPU, others encode, and three of each are."""
         monkeypatch.setattr(prepare_module, "BATCH", 16)
         source, settings = Source("shapes", num=1100, size=16), PrepareSettings(size=16, codec="pca:plain", flip=True)
         killed, num_killed, chance = list[int](), 3 if gpus else 10, random.Random(0)
@@ -304,7 +304,7 @@ class TestBits:
             for i, result in enumerate(encode(engine, function, values, then)):
                 if then and i >= due and len(killed) < num_killed:
                     name = "Caller" if gpus and len(killed) % 2 == 0 else "_call"
-                    # There may be none: what comes now was finished before the last ones were killed.
+                    # There may be none: the rest may have finished before the last ones were killed.
                     if pids := workers_of(name) or workers_of("_call", "IDLE"):
                         with suppress(ProcessLookupError):
                             os.kill(pid := chance.choice(pids), signal.SIGKILL)
@@ -323,7 +323,7 @@ class TestBits:
         assert names == {*(f"{i:05d}.safetensors" for i in range(3)), "SHA256SUMS"}
 
     def test_gpus_are_for_what_needs_them(self, cluster):
-        """Each of two is kept by one process that calls the second function; the first has none."""
+        """Each of two GPUs is held by one process of the second function; the first function gets none."""
 
         def with_gpus(item: object) -> tuple[object, tuple[str, ...], int]:
             return item, tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"]), os.getpid()
@@ -343,7 +343,7 @@ class TestBits:
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_processes_of_one_expert(local, cluster, tmp_path):
-    """Two on one node share out the network; what they make, one process makes to rounding."""
+    """Two on one node shard the network; up to rounding, the result is that of one process."""
     flags = ["--experts", "1", "--steps", "20", "--shard"]
     on_ray = ["--cpus-per-expert", "2", "--engine", "ray", "--address", cluster.address]
     main([*train_all(local / "data", tmp_path / "two"), *flags, *on_ray])

@@ -1,4 +1,4 @@
-"""Partition, assign and inspect through the command line, as a user would."""
+"""Partitions, assigns and inspects through the command line, as a user would."""
 
 import json
 import os
@@ -37,12 +37,12 @@ def run(*arguments: object) -> None:
 
 
 def refused(capsys, *arguments: object) -> str:
-    """The one sentence that a mistake gets, with exit code 2 and no traceback."""
+    """Returns the one-sentence error of a mistake, with exit code 2 and no traceback."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         run(*arguments)
     assert end.value.code == 2
-    message = capsys.readouterr().err.strip().split("\n")[-1].split("\r")[-1]  # after what is left of a progress bar
+    message = capsys.readouterr().err.strip().split("\n")[-1].split("\r")[-1]  # after the remains of a progress bar
     assert message.startswith("atoll: ")
     return message
 
@@ -73,7 +73,7 @@ class TestPartition:
         assert list(rows_by_key(data)) == list(rows_by_key(prepared))
 
     def test_clusters_are_of_a_kind(self, data):
-        """Each picture lies nearer to its own cluster's mean than the mean of all, on the whole."""
+        """On average, images lie nearer to their own cluster's mean than to the overall mean."""
         run("partition", data, "--experts", 4)
         features = [Dataset.open(data, k).column("features")[:].astype(np.float64) for k in range(4)]
         inside = sum(((f - f.mean(0)) ** 2).sum() for f in features)
@@ -112,7 +112,7 @@ class TestPartition:
 
     @pytest.mark.slow
     def test_again_with_another_number(self, data, prepared, tmp_path):
-        """What came before leaves no trace."""
+        """The earlier partition leaves no trace."""
         run("partition", data, "--experts", 5)
         run("partition", data, "--experts", 2)
         shutil.copytree(prepared, tmp_path / "direct")
@@ -131,7 +131,7 @@ class TestPartition:
 
     @pytest.mark.slow
     def test_cut_short(self, data, monkeypatch):
-        """Stopped between two renames or before, nothing is lost."""
+        """Nothing is lost when it stops between two renames, or earlier."""
         run("partition", data, "--experts", 3)
         whole = rows_by_key(data)
         for last in (1, 2):
@@ -164,7 +164,7 @@ class TestAssign:
             assert Dataset.open(tmp_path / "more", k).strings("key") == Dataset.open(data, k).strings("key")
 
     def test_other_latents_are_refused(self, data, tmp_path, capsys):
-        """Each pca is fitted to its own pictures: to share clusters, take the codec that is there."""
+        """Each PCA is fitted to its own images: to share clusters, data must share the codec."""
         run("partition", data, "--experts", 2)
         more = ("prepare", "avatars", "--num", 100, "--seed", 5, "--size", 16, "--workers", 0, "--out")
         run(*more, tmp_path / "own")
@@ -215,7 +215,7 @@ class TestInspect:
         assert "cannot write" in refused(capsys, "inspect", data, "--sheet", data / "clusters")
 
     def test_what_strangers_wrote(self, data, capsys):
-        """Names and reasons do not move the cursor, and folders that are no clusters are none."""
+        """Names and reasons cannot move the cursor, and folders that are not clusters are ignored."""
         about = json.loads((data / "dataset.json").read_text())
         about["source"]["name"] = about["license"] = "\x1b[2Jx\u202ey\x9b"
         (data / "dataset.json").write_text(json.dumps(about))
@@ -257,7 +257,7 @@ class TestCommandLine:
             capsys, "partition", data, "--experts", 2, "--method", "random", "--balance", 1.5
         )
         assert rows_by_key(data)
-        assert not (tmp_path / "y").exists()  # nothing is in the way of the corrected command
+        assert not (tmp_path / "y").exists()  # the corrected command can run
 
     def test_a_cluster_that_does_not_exist(self, data):
         run("partition", data, "--experts", 2)
@@ -265,7 +265,7 @@ class TestCommandLine:
             Dataset.open(data, 7)
 
     def test_damage_is_told(self, tmp_path, capsys):
-        """Of ten pictures in an archive that was cut short, four are left: nobody should have to look for that."""
+        """Of ten images in a truncated archive four are left: this is reported, so that nobody has to search."""
         files = {f"{i}.{kind}": png(i) if kind == "png" else "c" for i in range(10) for kind in ("png", "txt")}
         path = write_tar(tmp_path / "a\x1b[2J.tar", files)
         path.write_bytes(path.read_bytes()[: 4 * 3 * 1024])
@@ -278,7 +278,7 @@ class TestCommandLine:
 
     @pytest.mark.slow
     def test_the_command_itself(self, tmp_path):
-        """As installed: quick to help, and its progress is not in what it prints."""
+        """As installed: --help is fast, and stdout has no progress bars."""
         command = Path(sys.executable).parent / "atoll"
         done = subprocess.run(
             [command, "prepare", "digits", "--num", "50", "--size", "16", "--out", tmp_path / "d"],

@@ -1,4 +1,4 @@
-"""Codecs: the real classes, the built-in PCA against scikit-learn's, fingerprints, and every way a folder is wrong."""
+"""Codecs: the real classes, the built-in PCA against scikit-learn's, fingerprints, and all kinds of bad folders."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from atoll.networks import stored
 
 
 def pictures(num: int, size: int = 32, seed: int = 0) -> torch.Tensor:
-    """Coloured discs on coloured grounds: [num, 3, size, size] in [-1, 1]."""
+    """Returns coloured discs on coloured grounds: [num, 3, size, size] in [-1, 1]."""
     g = torch.Generator().manual_seed(seed)
     line = torch.linspace(-1, 1, size)
     x, y, radius = (torch.rand(num, 1, 1, 1, generator=g) * scale for scale in (1, 1, 0.8))
@@ -36,7 +36,7 @@ def pictures(num: int, size: int = 32, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def broken(kl, tmp_path) -> Path:
-    """A copy of a VAE to damage."""
+    """Returns a copy of a VAE to damage."""
     for file in kl.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -87,7 +87,7 @@ class TestPCA:
         torch.testing.assert_close(codec.decode(codec.encode(images)), images, atol=1e-5, rtol=0)
 
     def test_no_other_scales_are_quieter(self):
-        """The same noise in the latents makes less in the pixels than with whitening, or with one scale for all."""
+        """Noise in the latents causes less in the pixels than with whitening, or with one scale for all."""
         codec = PatchPCA.fit(pictures(100), 8, 20)
         latents = codec.encode(pictures(100))
         noise = 0.05 * torch.randn(latents.shape, generator=torch.Generator().manual_seed(1))
@@ -238,7 +238,7 @@ class TestVAE:
 
     @pytest.mark.parametrize("shards", [False, True])
     def test_from_the_hub(self, kl, tmp_path, monkeypatch, shards):
-        """Its files are checked where the hub keeps them, before diffusers sees them."""
+        """Its files are checked in the hub's cache, before diffusers sees them."""
         from diffusers import AutoencoderKL
 
         kept = tmp_path / "models--someone--vae" / "snapshots" / "1"
@@ -350,7 +350,7 @@ class TestVAE:
         assert make_codec(f"vae:{broken}").describe().fingerprint == before
 
     def test_a_file(self, kl):
-        """The weights alone do not say what they are of."""
+        """A file of weights alone does not say what it is of."""
         path = kl / "diffusion_pytorch_model.safetensors"
         self.refused(path, "is not a folder: give one that is there, or a hub id")
         with pytest.raises(InputError, match=f"is a path: write vae:{kl} if it holds a VAE"):
@@ -361,11 +361,11 @@ class TestVAE:
         (tmp_path / "new").write_text("")
         for path in (tmp_path / "vae").iterdir():
             assert path.stat().st_mode == (tmp_path / "new").stat().st_mode, path
-        assert str(kl) not in (tmp_path / "vae" / "config.json").read_text()  # whose folder it was is nobody's business
+        assert str(kl) not in (tmp_path / "vae" / "config.json").read_text()  # no local path is published
 
     @pytest.mark.slow
     def test_weights_are_not_mapped(self, broken):
-        """Cutting the file short afterwards kills no process, and the weights stay what they were."""
+        """Truncating the file afterwards kills no process and changes no weights."""
         program = (
             "import os, sys, torch; from atoll.encoders.codecs import make_codec\n"
             "codec = make_codec(f'vae:{sys.argv[1]}'); path = sys.argv[1] + '/diffusion_pytorch_model.safetensors'\n"
@@ -397,7 +397,7 @@ class TestVAE:
         ids=lambda changes: str(changes)[:30],
     )
     def test_configs_of_strangers(self, broken, changes, message):
-        """What does not fit the weights is refused before memory is taken for it, and nothing reaches the terminal."""
+        """A config that does not fit the weights is refused before memory is allocated, and prints nothing."""
         edit(broken / "config.json", **changes)
         with pytest.raises(InputError, match=message) as caught:
             make_codec(f"vae:{broken}")
@@ -436,7 +436,7 @@ class TestVAE:
 
 
 class Block(nn.Module):
-    """Three convolutions beside the identity, as TAESD has them."""
+    """Three convolutions with a residual connection, as in TAESD."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ class Clamp(nn.Module):
 
 
 class TestTAESD:
-    """The authors' own files: two stacks of layers, of pictures in [0, 1]."""
+    """The authors' own files: two stacks of layers, for images in [0, 1]."""
 
     def halves(self, channels: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
         torch.manual_seed(0)
@@ -484,7 +484,7 @@ class TestTAESD:
         torch.testing.assert_close(codec.decode(latents), theirs, rtol=1e-4, atol=1e-5)
 
     def test_is_diffusers_own(self, tmp_path):
-        """The default AutoencoderTiny in the authors' layout is the same codec, and is saved as diffusers has it."""
+        """The default AutoencoderTiny in the authors' layout is the same codec, and is saved in diffusers' layout."""
         from diffusers import AutoencoderTiny
 
         torch.manual_seed(0)
@@ -537,7 +537,7 @@ class TestTAESD:
 
 
 class TestStored:
-    """Folders of our own codecs."""
+    """Saved folders of Atoll's own codecs."""
 
     @pytest.fixture
     def folder(self, tmp_path) -> Path:
@@ -609,7 +609,7 @@ def test_fingerprint():
 
 @pytest.mark.slow
 def test_a_fresh_process_agrees(tmp_path):
-    """For weights in general; test_text.py has a fresh process with transformers."""
+    """A fresh process computes the same from saved weights; test_text.py does this with transformers."""
     make_codec("pca", sample=pictures(50)).save(tmp_path)
     program = (
         "import sys; from atoll.encoders.codecs import load_codec, make_codec\n"

@@ -1,4 +1,4 @@
-"""torch.compile takes whole networks as one graph each, and attention has the form that fast kernels take."""
+"""torch.compile captures each network as one graph, and attention has the form that fast kernels need."""
 
 import shutil
 
@@ -19,11 +19,11 @@ from atoll.networks.router import Router, RouterConfig
 from atoll.tensors import read_tensors
 
 SMALL = {"input_size": 8, "in_channels": 4, "hidden_size": 32, "depth": 2, "num_heads": 2}
-SIZES = (4, 6, 5, 7)  # of batches, as routing leaves them
+SIZES = (4, 6, 5, 7)  # of batches, as routing produces them
 
 
 def small(kind: str, text_dim: int | None = 16) -> DiT | Router:
-    """A network all of whose weights matter."""
+    """Returns a network in which every weight matters."""
     torch.manual_seed(0)
     if kind == "router":
         network: DiT | Router = Router(RouterConfig(**SMALL, text_dim=text_dim, num_experts=3))
@@ -35,7 +35,7 @@ def small(kind: str, text_dim: int | None = 16) -> DiT | Router:
 
 
 def batch_of(network: DiT | Router, length: int, num: int = 4) -> tuple[Tensor, ...]:
-    """x, t, and if it reads text, tokens and a mask that hides some of them."""
+    """Returns x, t and, for a network that reads text, tokens and a mask that hides some of them."""
     x, t = torch.randn(num, 4, 8, 8), torch.rand(num)
     if network.config.text_dim is None:
         return x, t
@@ -44,7 +44,7 @@ def batch_of(network: DiT | Router, length: int, num: int = 4) -> tuple[Tensor, 
 
 
 def step(network: DiT | Router, forward, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    """The output and the gradients of a training step."""
+    """Returns the output and the gradients of a training step."""
     output = forward(*batch)
     output.square().mean().backward()
     gradients = [p.grad for p in network.parameters() if p.grad is not None]
@@ -73,7 +73,7 @@ class TestOneGraph:
         ],
     )
     def test_training(self, kind, text_dim, checkpointing):
-        """One graph per length of texts, none for a length seen before, and the results of the plain network."""
+        """There is one graph per text length, none for a length seen before; results are the plain network's."""
         network = small(kind, text_dim)
         network.gradient_checkpointing = checkpointing
         compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="aot_eager")
@@ -88,7 +88,7 @@ class TestOneGraph:
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["expert", "router"])
     def test_sampling(self, kind):
-        """With texts that were read before and one time for all: any number of samples is the same graph."""
+        """With cached texts and one time for all samples, any number of samples uses the same graph."""
         network = small(kind).eval()
         tokens = batch_of(network, 16, max(SIZES))[2]
         compiled = torch.compile(network, fullgraph=True, backend="eager")
@@ -103,7 +103,7 @@ class TestOneGraph:
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
     def test_a_run(self, tmp_path):
-        """By the compiler that users have: the expert is that of the run that was not compiled."""
+        """With the users' own compiler, the expert equals that of an uncompiled run."""
         prepare(Source("shapes", num=60, size=16), tmp_path / "data", PrepareSettings(size=16), 0, progress=False)
         for flags in ((), ("--compile",)):
             out = tmp_path / ("compiled" if flags else "plain")
@@ -119,7 +119,7 @@ class TestOneGraph:
 class TestAttention:
     @pytest.fixture
     def calls(self, monkeypatch) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-        """What attention is called with."""
+        """Records the arguments of attention."""
         found = []
         attention = F.scaled_dot_product_attention
 
@@ -133,7 +133,7 @@ class TestAttention:
     @pytest.mark.parametrize("kind", ["expert", "router"])
     @pytest.mark.parametrize("masked", [False, True])
     def test_it_has_the_form_of_fast_kernels(self, calls, kind, masked):
-        """bf16, each head's numbers side by side; no mask in self-attention, which flash kernels do not take."""
+        """bf16 with contiguous heads, and no mask in self-attention, which flash kernels do not support."""
         network = small(kind)
         x, t, tokens, mask = batch_of(network, 16)
         with torch.autocast("cpu", torch.bfloat16):
@@ -156,7 +156,7 @@ class TestAttention:
                 assert own_mask is None
 
     def test_flash_kernels_take_it(self):
-        """The CPU has one too, which is as strict about shapes and types: no other is allowed here."""
+        """The CPU's flash kernel is as strict about shapes and types; no other is allowed here."""
         network = small("expert")
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cpu", torch.bfloat16):
             network(*batch_of(network, 16)[:3]).float().square().mean().backward()

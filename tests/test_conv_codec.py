@@ -1,4 +1,4 @@
-"""The codec `conv`: what it learns beyond its start as a lapped PCA, its files, and data sets made with it."""
+"""The codec `conv`: what it learns beyond its initialisation as a lapped PCA, its files, and its data sets."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from test_refiner import error, noisy, seam_ratio
 
 @pytest.fixture(scope="module")
 def start() -> PatchPCA:
-    """What the learned one begins as."""
+    """Returns the codec's initialisation."""
     return PatchPCA.fit(pictures(256, 16), 4, 12, lapped=True)
 
 
@@ -47,7 +47,7 @@ class TestLearning:
 
     @pytest.mark.slow
     def test_noise_and_seams(self, start, learned):
-        """On images that it has not seen."""
+        """Measured on unseen images."""
         images = pictures(64, 16, seed=1)
         for level, most in ((0.25, 0.9), (0.5, 0.75)):
             before, after = (codec.decode(noisy(codec.encode(images), level)) for codec in (start, learned))
@@ -98,7 +98,7 @@ class TestLearning:
         ("size", "patch", "num"), [(28, 7, 12), (37, 1, 3), (16, 16, 12), (96, 12, 12), (12, 2, 6)]
     )
     def test_sizes(self, size, patch, num):
-        """Odd patches, a single one, and images that are cropped."""
+        """Odd numbers of patches, a single one, and cropped images."""
         images = pictures(20, size)
         codec = ConvCodec.fit(images, patch, num)
         latents = codec.encode(images)
@@ -228,7 +228,7 @@ class TestPrepare:
 
     @pytest.mark.bits
     def test_resuming_gives_the_same_bytes(self, tmp_path, monkeypatch):
-        """Killed while the codec is fitted, after that, and within the shards."""
+        """Killed while fitting the codec, after that, and while writing shards."""
         data = self.make(tmp_path / "whole")
         card = DatasetCard.read(data.folder)
         assert card.codec.spec == "conv:4x8"
@@ -246,7 +246,7 @@ class TestPrepare:
                 with pytest.raises(KeyboardInterrupt):
                     self.make(out)
         with monkeypatch.context() as patch:
-            patch.setattr(ConvCodec, "fit", stop)  # it was saved whole: it is not fitted again
+            patch.setattr(ConvCodec, "fit", stop)  # it was saved complete: it is not fitted again
             self.make(out)
         assert contents(out) == contents(tmp_path / "whole")
 

@@ -1,4 +1,4 @@
-"""Published checkpoints as experts: parity with their own forward passes, books without a gap, and bad files."""
+"""Published checkpoints as experts: parity with their own forward passes, complete key mappings, and bad files."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ def write(tmp_path, weights, name="DiT-XL-2-256x256.pt"):
 
 
 def make_dit(seed: int = 0, tied: bool = False, **changes: object) -> DiTTransformer2DModel:
-    """diffusers' class with no weight left at zero; tied, all blocks have one time MLP, as converted originals have."""
+    """Returns diffusers' class with no zero weight; if tied, blocks share one time MLP, as in converted originals."""
     torch.manual_seed(seed)
     sizes = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH // HEADS, "num_layers": DEPTH}
     model = DiTTransformer2DModel(
@@ -72,7 +72,7 @@ def off(ours: Tensor, theirs: Tensor) -> float:
 
 
 class TestAsItIs:
-    """An expert without text that answers exactly as the source for one class."""
+    """An expert without text that reproduces the source's output for one class."""
 
     @pytest.mark.parametrize("label", [None, 3])
     def test_original(self, tmp_path, x, label):
@@ -94,7 +94,7 @@ class TestAsItIs:
         torch.testing.assert_close(converted.network(x, TIMES), theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_diffusers_with_a_time_mlp_a_block(self, tmp_path, x):
-        """What diffusers trains from scratch is fitted, and the stated residual is what it is off by."""
+        """A model trained from scratch in diffusers is fitted, and the stated residual is its actual error."""
         model = make_dit()
         model.save_pretrained(tmp_path)
         converted = convert(tmp_path, Options(as_is=True, label=2))
@@ -113,7 +113,7 @@ class TestAsItIs:
         assert len(converted.residual["by_block"]) == DEPTH
 
     def test_sit(self, tmp_path, x):
-        """SiT's time runs the other way and its velocity has the other sign: x_s = s x0 + (1 - s) eps."""
+        """SiT's time is reversed and its velocity has the opposite sign: x_s = s x0 + (1 - s) eps."""
         w = class_dit(1)
         converted = convert(write(tmp_path, w, "SiT-XL-2-256.pt"), Options(as_is=True, label=4, num_heads=HEADS))
         theirs = run_class_dit(w, x, 1 - TIMES, 4)[:, :4]
@@ -140,14 +140,14 @@ class TestAsItIs:
         with pytest.raises(InputError, match="may be a DiT or a SiT.*--kind"):
             convert(path, Options(num_heads=HEADS))
         assert convert(path, Options(num_heads=HEADS, kind="sit")).format == "SiT"
-        for name in ("conditional.pt", "university.pt", "dit-against-sit.pt"):  # words that only contain the names
+        for name in ("conditional.pt", "university.pt", "dit-against-sit.pt"):  # words that merely contain the names
             with pytest.raises(InputError, match="may be a DiT or a SiT"):
                 convert(write(tmp_path, class_dit(), name), Options(num_heads=HEADS))
         assert convert(write(tmp_path, class_dit(), "my_SiT_B2.pt"), Options(num_heads=HEADS)).format == "SiT"
 
 
 class TestClasses:
-    """Which embedding is that of no class, and whether there is one."""
+    """Which embedding is the null class, if there is one."""
 
     def test_a_file_that_says_how_many(self, tmp_path):
         args = argparse.Namespace(num_classes=CLASSES, model="DiT-XL/2")
@@ -177,10 +177,10 @@ class TestClasses:
 class TestFit:
     """AdaLN-Single in the place of per-block modulation."""
 
-    WIDE = 128  # a narrow time MLP cannot draw any curve
+    WIDE = 128  # a narrow time MLP cannot fit every curve
 
     def in_family(self, seed: int = 0) -> dict[str, Tensor]:
-        """A DiT whose blocks are modulated by one curve a channel, each times factors and plus constants of its own."""
+        """Returns a DiT whose blocks share one modulation curve per channel, with their own factors and constants."""
         w = class_dit(seed, width=self.WIDE)
         g = torch.Generator().manual_seed(seed)
         shared = w["blocks.0.adaLN_modulation.1.weight"]
@@ -189,7 +189,7 @@ class TestFit:
             factor = sign * (0.7 + 0.6 * torch.rand(4, self.WIDE, generator=g))
             w[f"blocks.{i}.adaLN_modulation.1.weight"] = shared * factor[[0, 0, 1, 2, 2, 3]].flatten()[:, None]
         last = w["final_layer.adaLN_modulation.1.weight"]
-        last[: self.WIDE] = last[self.WIDE :]  # the shift and the scale of the output vary alike
+        last[: self.WIDE] = last[self.WIDE :]  # the output's shift and scale vary together
         return w
 
     def test_what_it_can_express_is_kept(self, tmp_path, x, text):
@@ -204,7 +204,7 @@ class TestFit:
         assert ours < 0.15 < 0.3 * off(plain.network(many, t, text[:1]), theirs)
 
     def test_better_than_at_one_point(self, tmp_path, x, text, report):
-        """On blocks that have nothing in common, which is the worst case."""
+        """Tested on blocks that have nothing in common, the worst case."""
         errors = {}
         for fit in ("curve", "mean", "point"):
             total = 0.0
@@ -232,7 +232,7 @@ class TestFit:
 
     @pytest.mark.parametrize("fit", ["curve", "mean", "point"])
     def test_the_stated_residual(self, tmp_path, fit):
-        """Measured from outside: the new network's modulation times the factors its layers took, against the source."""
+        """Measured independently: the new network's modulation times its layers' factors, against the source."""
         w = class_dit(3)
         converted = convert(write(tmp_path, w), Options(num_heads=HEADS, text_dim=TEXT, fit=fit))
         network, t = converted.network, torch.linspace(0, 1, 500)
@@ -259,7 +259,7 @@ class TestFit:
             assert off(ours, theirs) == pytest.approx(converted.residual["by_block"][i], rel=0.01)
 
     def test_still_time(self):
-        """A source whose output layer does not look at the time, as one that has just begun, keeps the time."""
+        """A source whose output layer ignores the time, as at the start of training, keeps its time embedding."""
         w, wide = class_dit(width=self.WIDE), self.WIDE
         mlp = TimeMLP(Layer(w["t_embedder.mlp.0.weight"], w["t_embedder.mlp.0.bias"]),
                       Layer(w["t_embedder.mlp.2.weight"], w["t_embedder.mlp.2.bias"]), 999.0)  # fmt: skip
@@ -294,7 +294,7 @@ class TestPixArt:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("step", [1.0, 0.5])
     def test_original_of_another_size(self, tmp_path, text, step, dtype):
-        """Places are drawn out over larger latents from those in the file, which for 1024 pixels are 0.5 apart."""
+        """The file's positions are stretched over larger latents; for 1024 pixels they are 0.5 apart."""
         w = {**pixart(text_dim=TEXT), "pos_embed": places(WIDTH, SIZE // 2, step)}
         path = write(tmp_path, {**w, "pos_embed": w["pos_embed"].to(dtype)}, "PixArt.pth")
         converted = convert(path, Options(num_heads=HEADS, input_size=16))
@@ -313,7 +313,7 @@ class TestPixArt:
 
     @pytest.mark.parametrize(("sees_sizes", "step"), [(False, 1.0), (True, 8.0)])
     def test_original_without_places(self, tmp_path, sees_sizes, step):
-        """Those for 1024 pixels, which see the picture's size, have 32 units a side whatever the size."""
+        """Models for 1024 pixels, which are given the image's size, have 32 units per side at any size."""
         w = pixart(text_dim=TEXT)
         del w["pos_embed"]
         for name, rows in (("csize_embedder", WIDTH // 4), ("ar_embedder", WIDTH // 2)) if sees_sizes else ():
@@ -347,7 +347,7 @@ class TestPixArt:
 
     @pytest.mark.parametrize("scale", [1, 2])
     def test_diffusers_of_another_size(self, tmp_path, text, scale):
-        """Its places are drawn out over larger latents, as diffusers does it."""
+        """Its positions are stretched over larger latents, as in diffusers."""
         model = self.make(interpolation_scale=scale)
         model.save_pretrained(tmp_path)
         x = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(5))
@@ -357,7 +357,7 @@ class TestPixArt:
         torch.testing.assert_close(ours, theirs[:, :4], rtol=0, atol=1e-5)
 
     def test_there_and_back(self, tmp_path, x, text):
-        """Diffusers' folder, an expert, and diffusers' folder again: the same weights."""
+        """Converting diffusers' folder to an expert and back gives the same weights."""
         model = self.make(out_channels=4)
         model.save_pretrained(tmp_path / "a")
         save(convert(tmp_path / "a"), tmp_path / "expert")
@@ -481,7 +481,7 @@ class TestSpacing:
 
 
 class TestBooks:
-    """Every key of the source is used or dropped with a reason, every one of the network filled or started."""
+    """Every source key is used or dropped with a reason, and every network key is filled or initialised."""
 
     @pytest.mark.parametrize("as_is", [False, True])
     def test_nothing_is_silent(self, tmp_path, as_is):
@@ -516,7 +516,7 @@ class TestBooks:
             convert(write(tmp_path, w), Options(num_heads=HEADS))
 
     def test_a_block_too_few(self, tmp_path):
-        """The second of three is gone: what is left of the third is not passed over."""
+        """With the second of three blocks missing, the third block's keys are not ignored."""
         w = {name: weight for name, weight in class_dit().items() if not name.startswith("blocks.1.")}
         with pytest.raises(InputError, match="blocks.2.* which this architecture does not know"):
             convert(write(tmp_path, w), Options(num_heads=HEADS))
@@ -542,13 +542,13 @@ class TestBooks:
         w = class_dit()
         save_file({f"module.{name}": weight for name, weight in w.items()}, tmp_path / "dit.safetensors")
         first = convert(tmp_path / "dit.safetensors", Options(num_heads=HEADS))
-        wrapped = {"ema": {}, "model": w}  # an average that was never taken
+        wrapped = {"ema": {}, "model": w}  # EMA weights that were never computed
         second = convert(write(tmp_path, wrapped), Options(num_heads=HEADS))
         for a, b in zip(first.network.parameters(), second.network.parameters(), strict=True):
             assert torch.equal(a, b)
 
     def test_shards_of_a_pipeline(self, tmp_path):
-        """A whole pipeline's folder, its transformer in several files."""
+        """A whole pipeline's folder, with its transformer in several files."""
         model = make_dit(tied=True)
         model.save_pretrained(tmp_path / "transformer", max_shard_size="40KB")
         assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1
@@ -568,7 +568,7 @@ class TestBooks:
 
 
 def test_configs_of_before(tmp_path):
-    """A config.json from before there were per-block modulation and spacings of waves still loads, as it was."""
+    """A config.json from before per-block modulation and wave spacings existed still loads unchanged."""
     dit = DiT(DiTConfig(input_size=SIZE, hidden_size=WIDTH, depth=1, num_heads=HEADS, text_dim=TEXT))
     dit.save_pretrained(tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
@@ -581,7 +581,7 @@ def test_configs_of_before(tmp_path):
 
 
 class Attack:
-    """A pickle that makes a file when it is opened."""
+    """A pickle that creates a file when it is opened."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -697,7 +697,7 @@ class TestBadInput:
     )  # fmt: skip
     @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
     def test_wrong_shapes(self, tmp_path, key, shape):
-        """Whatever is damaged is said in words, by whichever part comes upon it."""
+        """Any damage is reported in words, by whichever part detects it."""
         path = write(tmp_path, {**class_dit(), key: torch.ones(shape)})
         for as_is in (False, True):
             with pytest.raises(InputError):
@@ -738,7 +738,7 @@ class TestBadInput:
         assert not (tmp_path / "trap").exists()
 
     def test_a_folder_of_something_else(self, tmp_path, capsys):
-        """What is in --out stays, unless it is an earlier conversion, of which nothing stays."""
+        """The contents of --out are kept, unless they are an earlier conversion, which is removed entirely."""
         path, out = write(tmp_path, class_dit()), tmp_path / "out"
         out.mkdir()
         (out / "config.json").write_text("mine")
@@ -777,7 +777,7 @@ class TestBadInput:
 
 
 class TestStrangers:
-    """Files that are meant to do harm: a sentence, before memory is taken for what they claim."""
+    """Malicious files are refused in one sentence, before memory is allocated for what they claim."""
 
     def refused(self, path, message, options=Options(num_heads=HEADS)):  # noqa: B008
         with pytest.raises(InputError, match=message) as caught:
@@ -787,7 +787,7 @@ class TestStrangers:
         assert error.isprintable(), error
 
     def archive(self, tmp_path, content: bytes, **options: object) -> object:
-        """A file as torch zips them, with this as its pickle."""
+        """Writes a file in torch's zip format, with this pickle."""
         path = tmp_path / "dit.pt"
         with zipfile.ZipFile(path, "w", **options) as archive:
             archive.writestr("archive/data.pkl", content)
@@ -847,7 +847,7 @@ class TestStrangers:
         self.refused(tmp_path / "dit.pt", "truncated or damaged|says more beside")
 
     def test_a_pickle_that_asks_for_memory(self, tmp_path):
-        """torch lets a pickle call bytearray with any number."""
+        """torch lets a pickle call bytearray with any size."""
 
         class Greedy:
             def __reduce__(self):
@@ -925,7 +925,7 @@ class TestStrangers:
         self.refused(tmp_path, message, Options())
 
     def test_arguments_of_any_type(self, tmp_path):
-        """A pickle can hold lists in lists that no screen could show."""
+        """A pickle can nest lists too deeply to print."""
         laugh: list[object] = []
         for _ in range(60):
             laugh = [laugh, laugh]
@@ -941,7 +941,7 @@ class TestStrangers:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_full_size(tmp_path, report, monkeypatch):
-    """DiT-XL/2 as published, with random values: 675M parameters, in its own process."""
+    """DiT-XL/2 as published, with random values: 675M parameters, in a separate process."""
     import published
 
     monkeypatch.setattr(published, "SIZE", 32)
@@ -969,7 +969,7 @@ def test_full_size(tmp_path, report, monkeypatch):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_trained(tmp_path, report, tied):
-    """A DiT that has learned to draw digits: what each fit makes of its loss."""
+    """On a DiT trained on digits, shows how each fit changes the loss."""
     from sklearn.datasets import load_digits
 
     model = make_dit(
@@ -977,7 +977,7 @@ def test_trained(tmp_path, report, tied):
     )  # fmt: skip
     train_digits(model, tied, steps=600)
     copy = DiTTransformer2DModel.from_config(model.config)
-    copy.load_state_dict(model.state_dict())  # weights that are shared cannot be saved
+    copy.load_state_dict(model.state_dict())  # shared weights cannot be saved
     copy.save_pretrained(tmp_path)
     copy.eval()
     x = torch.tensor(load_digits().images).float()[::18, None] / 8 - 1
@@ -1004,7 +1004,7 @@ def test_trained(tmp_path, report, tied):
 
 
 def train_digits(model: DiTTransformer2DModel, tied: bool, steps: int) -> None:
-    """DDPM on scikit-learn's digits, from weights as DiT begins with."""
+    """Trains DDPM on scikit-learn's digits, from DiT's initialisation."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

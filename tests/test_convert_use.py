@@ -48,10 +48,10 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dit(tmp_path_factory) -> Path:
-    """A class-conditional DiT of such latents, as diffusers saves it."""
+    """Returns a class-conditional DiT for such latents, as diffusers saves it."""
     folder = tmp_path_factory.mktemp("dit") / "dit"
     model = make_dit(tied=True, in_channels=12, out_channels=24, sample_size=4, patch_size=1)
-    with torch.no_grad():  # not quite as wild as the tests of parity like it
+    with torch.no_grad():  # smaller weights than in the parity tests
         model.proj_out_2.weight.mul_(0.2)
     model.save_pretrained(folder)
     return folder
@@ -60,7 +60,7 @@ def dit(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def _judged_quickly(monkeypatch):
     for judge in (expert_module, router_module):
-        monkeypatch.setattr(judge, "EVALUATED_AT_THE_END", 64)  # how good they are does not matter here
+        monkeypatch.setattr(judge, "EVALUATED_AT_THE_END", 64)  # their quality does not matter here
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,11 @@ def card(folder: Path) -> dict:
 
 class TestTraining:
     def test_provenance(self, data, dit, tmp_path, capsys):
-        """Source, hash and licence of the first weights are on the card of what is trained from them."""
+        """The card of an expert trained from them has the initial weights' source, hash and licence."""
         main(["convert", str(dit), "--data", str(data), "--out", str(tmp_path / "init")])
         printed = capsys.readouterr().out
         assert "licence: CC-BY-NC-4.0: for non-commercial use only" in printed
-        assert "next: atoll train" in printed  # its text says nothing yet: it is no expert to assemble
+        assert "next: atoll train" in printed  # it does not use its text yet: it cannot be assembled
         main(["train", str(data), "--cluster", "1", "--init", str(tmp_path / "init"), "--out", str(tmp_path / "e"),
               *TRAIN])  # fmt: skip
         about = card(tmp_path / "e")
@@ -125,7 +125,7 @@ class TestTraining:
 
 
 class TestAsItIs:
-    """A class-conditional DiT as an expert without text, beside one that reads text."""
+    """A class-conditional DiT as an expert without text, together with one that reads text."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("scale", [1.0, 3.0])
@@ -145,7 +145,7 @@ class TestAsItIs:
         torch.testing.assert_close(both, w[0] * alone + w[1] * theirs, rtol=1e-4, atol=1e-4)
 
     def test_its_velocity_is_the_source_s(self, dit, pair):
-        """The expert's canonical velocity by the exact transfer of what diffusers' class itself predicts."""
+        """The expert's canonical velocity is the exact transfer of diffusers' own prediction."""
         from diffusers import DiTTransformer2DModel
 
         model = DiTTransformer2DModel.from_pretrained(dit)
@@ -156,7 +156,7 @@ class TestAsItIs:
                 times = (999 * t).expand(len(x)) if t.dim() == 0 else 999 * t
                 return model(x, times, torch.full((len(x),), 3), return_dict=False)[0][:, :12]
 
-        assert expert.calibration is not None  # measured on the data it shall answer for
+        assert expert.calibration is not None  # measured on the data that it is used for
         x, t = torch.randn(3, *SHAPE), torch.tensor(0.4)
         theirs = Transfer(Prediction.EPS, get_schedule("ddpm"), Conversion.EXACT).velocity(predict, x, t)
         with torch.no_grad():
@@ -184,7 +184,7 @@ class TestAsItIs:
 
 
 def write_paris(folder: Path, kl: Path, clip: Path, num: int = 3) -> Path:
-    """A folder in the layout of the published model, with tiny random weights."""
+    """Writes a folder in the layout of the published model, with tiny random weights."""
     sizes = {"num_heads": HEADS, "image_size": SIZE, "use_adaln_single": True, "use_class_conditioning": False}
     for k in range(num):
         part = folder / f"expert_{k}"
@@ -288,7 +288,7 @@ class TestParis:
         main(["sample", str(tmp_path / "model"), "cat", "--steps", "2", "--out", str(tmp_path / "pictures")])
 
     def by_hand(self, pipe: AtollPipeline, prompt: str, seed: int, steps: int, scale: float) -> Tensor:
-        """Euler, the two experts that the router likes best, each guided before they are mixed."""
+        """Computes Euler steps with the two most probable experts, each guided before they are mixed."""
         texts = torch.cat([pipe.text_encoder.encode(pipe.text_encoder.tokenize([p]))[0] for p in (prompt, "")])
         assert texts.shape[1] == 16  # all tokens, padding too
         x = torch.randn(4, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))[None]
@@ -323,7 +323,7 @@ class TestParis:
 
 
 def test_generate_without_any_text(data, dit, tmp_path):
-    """An ensemble of nothing but experts without text needs no prompt."""
+    """An ensemble of experts without text needs no prompt."""
     main(["convert", str(dit), "--as-is", "--data", str(data), "--out", str(tmp_path / "e")])
     ensemble = Ensemble([VelocityExpert.of(Expert.load(tmp_path / "e"))])
     latents = generate(ensemble, None, [0, 1], times=uniform_times(3))

@@ -1,4 +1,4 @@
-"""`atoll demo` from end to end, with tiny settings: what it leaves, that it resumes, and that it repeats itself."""
+"""`atoll demo` from end to end with tiny settings: its outputs, resuming, and reproducibility."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from atoll.experiments.demo import CHOSEN, FULL, NUM_EXPERTS, QUICK, Judge, Stag
 
 COMMAND = [sys.executable, "-m", "atoll.cli.main", "demo", "--quick", "--compare", "--out"]
 STAGES = ["prepare", "partition", "train", "assemble", "sample", "evaluate", "report"]
-MOST = 240  # seconds that one run may take, on a machine that does other things as well
+MOST = 240  # seconds that one run may take on a busy machine
 
 
 def start(out: Path) -> subprocess.Popen[str]:
@@ -55,7 +55,7 @@ def without_times(values: Any) -> Any:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Those that were started to work on this folder."""
+    """Returns the processes that were started for this folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -68,7 +68,7 @@ def processes_in(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> tuple[Path, str]:
-    """A demo that nothing has disturbed, and what it told."""
+    """Returns an undisturbed demo and its output."""
     out = tmp_path_factory.mktemp("demo") / "demo"
     return out, finish(out)
 
@@ -135,11 +135,11 @@ class TestDemo:
         assert time.monotonic() - begun < 30
         assert [line.endswith("done before") for line in told.splitlines()[: len(STAGES)]] == [True] * len(STAGES)
         assert results_of(out) == before
-        assert len((out / "report.html").read_bytes()) == pytest.approx(len(content), abs=100)  # its own time is new
+        assert len((out / "report.html").read_bytes()) == pytest.approx(len(content), abs=100)  # its timings differ
 
     @pytest.mark.slow
     def test_images_drawn_by_several_processes(self, first, monkeypatch):
-        """As those of one, in their order."""
+        """They equal those of one process, in order."""
         prompts = ([f"a {kind}" for kind in ("robot", "ghost", "cat", "owl", "frog")], ["a bear", "a blue bear"])
         alone, _, flops = demo._draw_all(first[0] / "model", prompts)
         monkeypatch.setattr(demo, "BATCH", 2)
@@ -155,14 +155,14 @@ class TestDemo:
         out = tmp_path / "demo"
         process = start(out)
         deadline = time.monotonic() + MOST
-        while not any((out / "run").glob("*/run.json")):  # in the midst of the training
+        while not any((out / "run").glob("*/run.json")):  # in the middle of training
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert not (out / "results.json").exists()
-        while processes_in(out):  # the experts save their states and leave
+        while processes_in(out):  # the experts save checkpoints and exit
             assert time.monotonic() < deadline
             time.sleep(0.1)
         finish(out)
@@ -182,7 +182,7 @@ class TestDemo:
         assert page.count("class=missed") == sum(not aim["reached"] for aim in results["aims"]) > 0
 
     def test_students_of_few_steps_have_their_place(self, first, tmp_path):
-        """Nothing that is there is made again."""
+        """Existing parts are not made again."""
         out = tmp_path / "demo"
         shutil.copytree(first[0], out)
         before = (out / "model" / "model_index.json").stat().st_mtime_ns

@@ -21,7 +21,7 @@ def test_the_manifest():
     cluster = job["spec"]["rayClusterSpec"]
     head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     assert head["rayStartParams"]["num-cpus"] == "0"
-    assert workers["minReplicas"] >= 1  # what no node has is refused
+    assert workers["minReplicas"] >= 1  # a request that no node can meet is refused
     for group in (head, workers):
         (container,) = group["template"]["spec"]["containers"]
         assert container["envFrom"] == [{"secretRef": {"name": "object-store"}}]

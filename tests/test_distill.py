@@ -1,4 +1,4 @@
-"""A student's target is what the ensemble would say, whoever teaches it; the student is an expert like any other."""
+"""A student's target is the ensemble's velocity, whoever teaches it; the student is an expert like any other."""
 
 import json
 import math
@@ -52,12 +52,12 @@ QUICK = DistillSettings(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """120 avatars in 3 clusters."""
+    """Returns 120 avatars in 3 clusters."""
     return parts(tmp_path_factory.getbasetemp())[0]
 
 
 def replace_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Other weights, as if the network had been saved with them."""
+    """Replaces weights, as if the network had been saved with them."""
     path.unlink()
     save_file(weights, path)
     card = json.loads((path.parent / "config.json").read_text())
@@ -67,7 +67,7 @@ def replace_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def model(data, tmp_path_factory) -> Path:
-    """An FM, a DDPM and another FM expert with a router, their weights shaken so that texts matter."""
+    """Returns FM, DDPM and FM experts with a router, with perturbed weights so that texts matter."""
     run = tmp_path_factory.mktemp("teacher")
     shutil.copytree(parts(tmp_path_factory.getbasetemp())[1], run / "run")
     generator = torch.Generator().manual_seed(0)
@@ -109,13 +109,13 @@ def step_of(task: DistillTask, seed: int = 0, dropped: bool | None = None) -> Ba
 
 
 def rows_of(task: DistillTask, rows: np.ndarray) -> np.ndarray:
-    """The rows of the data that a batch of these rows has, in its order."""
+    """Returns the data rows of a batch, in its order."""
     at = task.view.train[rows]
     return at[np.argsort(task.experts[at].numpy(), kind="stable")]
 
 
 def target_of(task: DistillTask, batch: Batch) -> Tensor:
-    """What the loss compares the network with: where a network that says nothing is wrong by."""
+    """Returns the loss target, as the error of a network that outputs zero."""
     told: list[Tensor] = []
     teach = task.teacher.velocity
 
@@ -156,7 +156,7 @@ class TestPerfectTeachers:
         assert apart < 1e-6
 
     def test_by_label_it_is_the_expert_s_whose_mean_is_the_marginal(self, report):
-        """The sum over k of p(k | x_t) u_k(x_t): what a student of the labels learns."""
+        """That is the sum over k of p(k | x_t) u_k(x_t), which a student of the labels learns."""
         t = torch.tensor(self.times, dtype=torch.float64).repeat_interleave(10)
         x, labels = self.points(t, len(t))
         teacher = self.teacher("label")
@@ -174,7 +174,7 @@ class TestPerfectTeachers:
     @pytest.mark.slow
     @pytest.mark.parametrize("t", [0.4, 0.7, 0.9])
     def test_what_labels_say_beyond_the_marginal_cannot_be_learned(self, t):
-        """On samples: target - marginal is orthogonal to functions of x_t. With labels of others it is not."""
+        """On samples, target - marginal is orthogonal to functions of x_t; with wrong labels it is not."""
         num = 40_000
         times = torch.full((num,), t, dtype=torch.float64)
         x, labels = self.points(times, num)
@@ -182,7 +182,7 @@ class TestPerfectTeachers:
         functions = torch.cat([torch.ones(num, 1, dtype=x.dtype), x, torch.sin(2 * x)], 1)  # [num, F]
 
         def largest(experts: Tensor) -> float:
-            """In standard errors, over all functions and dimensions."""
+            """Returns the largest product in standard errors, over all functions and dimensions."""
             rest = teacher.velocity(x, times, experts=experts) - truth
             products = functions[:, :, None] * rest[:, None]  # [num, F, D]
             return float((products.mean(0).abs() / (products.std(0) / math.sqrt(num) + 1e-12)).max())
@@ -192,7 +192,7 @@ class TestPerfectTeachers:
 
     @pytest.mark.parametrize("by", ["router", "label"])
     def test_so_the_right_student_has_no_loss_left(self, data, by):
-        """Through the task itself, on real latents as large as pictures are."""
+        """Through the task itself, on latents as large as real images'."""
         task = task_of_oracle(data, by)
         batch = step_of(task)
         oracle, at = ORACLES[task], LINEAR(batch.t.double())
@@ -213,7 +213,7 @@ ORACLES: dict[DistillTask, ClusteredGaussians] = {}
 
 
 def task_of_oracle(data: Path, by: str) -> DistillTask:
-    """A task on prepared data whose teachers are perfect for clusters of Gaussians of that shape."""
+    """Returns a task on prepared data whose teachers are perfect for Gaussian clusters of that shape."""
     dataset = Dataset.open(data)
     shape = tuple(dataset.card.latent_shape)
     oracle = ClusteredGaussians.random(3, 2, math.prod(shape))
@@ -238,7 +238,7 @@ def task_of_oracle(data: Path, by: str) -> DistillTask:
 class TestTarget:
     @pytest.mark.parametrize("scale", [1.0, 3.0])
     def test_by_label_it_is_that_of_the_expert_alone(self, data, model, scale):
-        """Against guidance as a closure over each expert's own network, a sample at a time."""
+        """Compared with guidance as a closure over each expert's own network, one sample at a time."""
         task = task_of(model, data, guidance=scale)
         batch = step_of(task, dropped=False)
         found = target_of(task, batch)
@@ -296,7 +296,7 @@ class TestTarget:
             assert torch.equal(*(target_of(task, step_of(task, seed)) for task in (whole, paged)))
 
     def test_a_student_in_bfloat16(self, data, model, tmp_path):
-        """Its teacher computes as it does, paged or not."""
+        """Its teacher computes in bfloat16 too, paged or not."""
         settings = replace(QUICK, precision="bf16", steps=2, save_every=2, eval_every=2)
         for name, most in (("a", None), ("b", 1)):
             distill(model, data, replace(settings, max_resident=most), tmp_path / name, progress=False)
@@ -304,7 +304,7 @@ class TestTarget:
         assert one == other
 
     def test_an_expert_comes_into_memory_once_a_step(self, data, model, monkeypatch):
-        """However small the micro-batches are, for a batch is read teacher by teacher."""
+        """This holds however small the micro-batches are, since a batch is processed teacher by teacher."""
         task = task_of(model, data, max_resident=1)
         unloaded = []
         unload = FolderExpert.unload
@@ -345,7 +345,7 @@ class TestTarget:
 
 @pytest.fixture(scope="module")
 def student(data, model, tmp_path_factory) -> Path:
-    """After a few steps, with guidance of 3 learned."""
+    """Returns a student after a few steps, distilled with guidance 3."""
     folder = tmp_path_factory.mktemp("student") / "dense"
     with pytest.MonkeyPatch.context() as patch:
         for name in ("EVALUATED", "EVALUATED_AT_THE_END"):
@@ -415,7 +415,7 @@ class TestStudent:
             distill(tmp_path / "m", data, QUICK, tmp_path / "s", progress=False)
 
     def test_it_teaches_in_its_turn(self, data, dense, student, tmp_path):
-        """One expert needs no labels and no router; guidance multiplies, and first weights may be its own."""
+        """One expert needs no labels and no router; guidance multiplies, and it may start from its own weights."""
         told = distill(dense, data, replace(QUICK, guidance=2.0), tmp_path / "s", init=student, progress=False)
         assert any("learned guidance of 6" in line for line in told)
         card = json.loads((tmp_path / "s" / "config.json").read_text())
@@ -441,7 +441,7 @@ def digest(path: Path) -> str:
 class TestKilled:
     @pytest.mark.bits
     def test_it_ends_as_if_nothing_had_happened(self, data, model, tmp_path, capsys):
-        """Killed with -9 once, and gone on with one expert in memory where there were three: bit for bit the same."""
+        """Killed with -9 and resumed with one expert in memory instead of three, it gives the same bits."""
         verb = ["distill", model, data, "--student", "xs/1", "--steps", 40, "--batch", 12, "--log-every", 2,
                 "--save-every", 5, "--eval-every", 40, "--sample-every", 0, "--guidance", 2]  # fmt: skip
         whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -465,7 +465,7 @@ class TestKilled:
 
     def test_another_teacher_is_another_run(self, data, model, tmp_path):
         distill(model, data, QUICK, tmp_path / "s", progress=False)
-        Part("student", tmp_path / "s", QUICK, data, teacher=model).job()  # on an engine it is the same run
+        Part("student", tmp_path / "s", QUICK, data, teacher=model).job()  # on an engine this is the same run
         shutil.copytree(model, tmp_path / "moved")
         told = distill(tmp_path / "moved", data, QUICK, tmp_path / "s", progress=False)
         assert "is trained already" in told[0]
@@ -510,7 +510,7 @@ class TestMissing:
 
 class TestBadInput:
     def test_data_that_do_not_fit(self, data, model, tmp_path):
-        """Other texts, another codec of the same shape, another shape: each in one sentence."""
+        """Other texts, another codec of the same shape, another shape: each is refused in one sentence."""
         for name, changes, sentence in (
             ("text", {"text": "words:16x12"}, "its text encoder"),
             ("codec", {"codec": "pca:8x12"}, "its codec"),
@@ -630,7 +630,7 @@ class TestTrajectories:
 
     @pytest.mark.parametrize("num", [1, 2, 4])
     def test_a_student_that_has_learned_them_ends_there(self, data, model, num):
-        """In as many steps of Euler's method, from the same noise: the loss is nought there, and nowhere else."""
+        """Euler's method ends there in as many steps from the same noise; the loss is zero there and nowhere else."""
         task = few_steps(model, data, num, teacher_steps=4)
         task.states = states = task.trajectories(task.view.train, range(6))
         x = states[:, 0]
@@ -644,7 +644,7 @@ class TestTrajectories:
         torch.testing.assert_close(x, states[:, -1], rtol=1e-4, atol=1e-4)
 
     def test_some_are_of_no_text(self, data, model):
-        """So that a student can make something of an empty prompt."""
+        """Otherwise a student could not handle an empty prompt."""
         task = few_steps(model, data, 2, text_dropout=0.5)
         ids = torch.cat([task.prompt_of(task.view.train, number)[1] for number in range(64)])
         assert 16 < int((ids == task.null_ids).all(1).sum()) < 48
@@ -701,7 +701,7 @@ def few_steps(model: Path, data: Path, num: int, **changes: object) -> FewStepTa
 
 @pytest.fixture(scope="module")
 def quick(data, model, tmp_path_factory) -> Path:
-    """A model of a student of two steps."""
+    """Returns a model of a two-step student."""
     folder = tmp_path_factory.mktemp("quick")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atoll.training.few_steps.EVALUATED", 48)
@@ -763,7 +763,7 @@ class TestFewSteps:
         settings = replace(QUICK, steps_out=2, teacher_steps=4, trajectories=300, steps=8, save_every=2, eval_every=8)
         distill(model, data, settings, tmp_path / "whole", progress=False)
         distill(model, data, replace(settings, steps=5, save_every=5), tmp_path / "cut", progress=False)
-        (tmp_path / "cut/trajectories/00001.safetensors").unlink()  # as if it had been killed while making them
+        (tmp_path / "cut/trajectories/00001.safetensors").unlink()  # as if killed while generating them
         (tmp_path / "cut/trajectories/trajectories.json").unlink()
         distill(model, data, settings, tmp_path / "cut", progress=False)
         one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut"))
@@ -771,7 +771,7 @@ class TestFewSteps:
 
     @pytest.mark.slow
     def test_students_of_experts_are_mixed_by_the_router(self, data, model, tmp_path):
-        """Each island distils its own expert; the router of the ensemble serves the students too."""
+        """Each cluster's expert is distilled separately; the ensemble's router also routes to the students."""
         settings = replace(QUICK, steps_out=2, teacher_steps=4, trajectories=64)
         for k in range(3):
             distill(model, data, settings, tmp_path / f"run/expert_{k}", cluster=k, progress=False)

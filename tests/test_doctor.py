@@ -1,4 +1,4 @@
-"""`atoll doctor`: what works is told, what is broken is one line, and the other checks still run."""
+"""`atoll doctor`: working parts are reported, a broken one is one line, and the other checks still run."""
 
 import errno
 import getpass
@@ -64,7 +64,7 @@ def in_one_line(check: Check) -> bool:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, dict]:
-    """The verb itself, in a folder of its own."""
+    """Runs the verb itself, in its own folder."""
     folder = tmp_path_factory.mktemp("doctor")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -183,7 +183,7 @@ class TestNumbers:
 
 class TestDevices:
     def test_one_that_is_not_here(self, capsys, tmp_path):
-        """It is a failed line that says why, and the CPU is checked in its place."""
+        """A missing device gives a failed line that says why, and the CPU is checked instead."""
         machine = find_machine("cuda:63", tmp_path, True)
         assert machine.device == CPU
         assert not diagnose(machine, tmp_path / "doctor.json", ALONE)
@@ -217,7 +217,7 @@ class TestDevices:
         faults = ["CUDA initialization: the driver is too old\nsee https://nvidia.com"] if driver else []
 
         def is_available():
-            if faults:  # told once, as torch does
+            if faults:  # warned once, as in torch
                 warnings.warn(faults.pop(), stacklevel=2)
             return False
 
@@ -354,7 +354,7 @@ class TestChildren:
         found = in_children(sleep, limit=300)
         assert next(found) == 1
         [child] = multiprocessing.active_children()
-        monkeypatch.setattr(children, "wait", lambda *_: [])  # as when the time is over
+        monkeypatch.setattr(children, "wait", lambda *_: [])  # as after a timeout
         with pytest.raises(RuntimeError, match="no result within 300 s"):
             next(found)
         child.join(60)
@@ -384,7 +384,7 @@ def test_compile():
 
 
 class TestGpu:
-    """On a GPU that is not there (simulated_gpu.py)."""
+    """On a simulated GPU (simulated_gpu.py)."""
 
     @pytest.fixture
     def gpu(self, monkeypatch):
@@ -419,7 +419,7 @@ class TestGpu:
 
     @pytest.mark.slow
     def test_benchmark(self, gpu):
-        """A CPU is slow for an A100, and that is what the lines say."""
+        """A CPU is slow for an A100, and the lines report that."""
         lines = {(line.group, line.name): line for line in benchmark(gpu)}
         assert ("speed", "copies to the GPU") in lines
         products = lines["speed", "products"]

@@ -1,4 +1,4 @@
-"""Duplicates: what is the same picture, and what is not."""
+"""Duplicates: which images count as the same, and which do not."""
 
 import io
 
@@ -13,7 +13,7 @@ TRANSFORM = Transform(size=64, min_side=16)
 
 
 def photo(seed: int) -> Image.Image:
-    """Something with the spectrum of a photograph."""
+    """Returns an image with the spectrum of a photograph."""
     rng = np.random.default_rng(seed)
     layers = [
         np.asarray(
@@ -67,7 +67,7 @@ def test_exact_alone():
 
 
 def test_many():
-    """The tables grow, and all that was put in is found again."""
+    """The tables grow, and all entries are found again."""
     seen, rng = Duplicates(near=True), np.random.default_rng(0)
     thumb = np.zeros((8, 8, 3), np.uint8)
     names = [rng.bytes(16) for _ in range(20_000)]
@@ -80,7 +80,7 @@ def test_many():
 
 
 def test_avatars_differ():
-    """Avatars share a pose; those with other attributes are no duplicates of each other, as far as 32 pixels go."""
+    """Avatars share a pose; those with different attributes are no duplicates, as far as 32 pixels can tell."""
     seen, different, mistaken = Duplicates(near=True), {}, 0
     for example in make("avatars", 400, 64, 0)[:]:
         picture = read(example.image)

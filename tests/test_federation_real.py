@@ -67,7 +67,7 @@ def start(home: Path, name: str, *arguments: str) -> subprocess.Popen:
 
 @pytest.mark.long
 def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, tmp_path, monkeypatch, report):
-    """benchmarks/federation_walk.py in its quick form, one request in five goes wrong: all ends, and is whole.
+    """Runs the quick benchmarks/federation_walk.py while one request in five fails: everything completes intact.
 
     Four slots, four contributors, of whom one trains by DDPM and one on images of their own, and two verifiers.
     """
@@ -87,7 +87,7 @@ def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, tmp_path,
     assert re.search("accepted .* emil .* ddpm, 10 steps", walk.stdout)
     assert re.search("accepted .* dora .* fm, 10 steps", walk.stdout)
     assert walk.stdout.count("signed by 2 of 2 verifiers and published") == 4
-    assert walk.stdout.count("its card and held-out errors pass with the gate") == 2  # of private images, twice judged
+    assert walk.stdout.count("its card and held-out errors pass with the gate") == 2  # two experts of private images
     assert (tmp_path / "walk" / "samples" / "grid.png").exists()
     figures = json.loads((tmp_path / "walk" / "results.json").read_text())["federation"]
     assert 0 <= figures["prompt_accuracy"] <= 1
@@ -96,7 +96,7 @@ def test_the_walk_by_separate_processes_through_a_faulty_proxy(server, tmp_path,
 
 
 def test_an_expert_of_images_that_nobody_else_has_joins_and_leaves(data, tmp_path):
-    """It is judged by what can be, and routed by its card beside the trained router; without it, all is as before."""
+    """Only files and card can be judged; the card adds it to the trained router; once it has left, all is as before."""
     router = tmp_path / "router"
     train_router(data, RouterSettings("8x1/4", steps=4, batch=8, sample_every=0, warmup=1), router, progress=False)
     world = World(f"file://{tmp_path / 'store'}", tmp_path / "people", data)
@@ -123,7 +123,7 @@ def test_an_expert_of_images_that_nobody_else_has_joins_and_leaves(data, tmp_pat
     index, _ = look()
     assert index.objectives == ("fm", "fm", "fm")
     assert index.router.model == before.router.model
-    assert index.router.centroids == "centroids"  # the trained router, and beside it what cards say of the new one
+    assert index.router.centroids == "centroids"  # the trained router, and the new expert's card statistics
     with world.person("anna") as anna:
         roll_back(Federation.open(world.url, refresh=False), anna, 2, "none")
     after, again = look()
@@ -132,7 +132,7 @@ def test_an_expert_of_images_that_nobody_else_has_joins_and_leaves(data, tmp_pat
 
 
 def contend(url, folder, i, num_rounds, num_slots, barrier, results):
-    """One of the processes that claim slots."""
+    """Runs in one of the processes that claim slots."""
     import os
 
     os.environ["ATOLL_HOME"] = f"{folder}/{i}"
@@ -152,7 +152,7 @@ def contend(url, folder, i, num_rounds, num_slots, barrier, results):
 def test_fifty_processes_claim_eight_slots_twenty_times(server, tmp_path, where):
     num, rounds, slots = 50, 20, 8
     url = f"s3://{BUCKET}/races" if where == "s3" else f"file://{tmp_path / 'races'}"
-    context = multiprocessing.get_context("forkserver")  # which imports once, before any of them uses a store
+    context = multiprocessing.get_context("forkserver")  # imports once, before any process uses a store
     context.set_forkserver_preload(["atoll.federation.lease"])
     barrier, results = context.Barrier(num), context.Queue()
     processes = [
@@ -171,7 +171,7 @@ def test_fifty_processes_claim_eight_slots_twenty_times(server, tmp_path, where)
 
 @pytest.mark.long
 def test_killed_at_any_moment_the_same_bits_are_accepted(server, data, tmp_path, report):
-    """kill -9 of founder, contributor and verifier, ten times each at random moments, and rerun until it ends."""
+    """Founder, contributor and verifier are killed ten times each at random moments, and rerun until done."""
     chance, accepted, durations = random.Random(1), {}, {}
     for name, num_kills in (("undisturbed", 0), ("killed", 10)):
         url, home, kills = f"s3://{BUCKET}/{name}", tmp_path / name, 0
@@ -186,7 +186,7 @@ def test_killed_at_any_moment_the_same_bits_are_accepted(server, data, tmp_path,
         for verb, (who, flags) in commands.items():
             for _ in range(num_kills):
                 process = start(home, who, "federation", verb, url, *flags)
-                try:  # not while Python imports, which is most of the time
+                try:  # not during imports, which take most of the time
                     process.wait(durations[verb] * chance.uniform(0.4, 1.1))
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_a_lease_is_not_stuck_longer_than_its_time(server, data, tmp_path):
 
 
 def test_credentials_that_do_not_suffice_or_expire_on_the_way(data, tmp_path, monkeypatch):
-    """A reader cannot train; who is locked out in the middle gets one sentence, and resumes when let in again."""
+    """A reader cannot train; one who loses access midway gets one sentence, and resumes once it is restored."""
     url = f"s3://{BUCKET}/locked"
     with seaweedfs(tmp_path / "weed") as server:
         world = World(url, tmp_path, data)

@@ -1,4 +1,4 @@
-"""Images from packages: read as data, checked, and what `atoll prepare` makes of them."""
+"""Images from packages: read as data, checked, and prepared by `atoll prepare`."""
 
 import hashlib
 import io
@@ -42,7 +42,7 @@ def as_json(values: object) -> bytes:
 
 
 def fashion() -> dict[str, bytes]:
-    """Two of each class, and an empty row such as the real one has."""
+    """Returns two images per class, and an empty row as in the real file."""
     rows = GREYS.reshape(10, 2, 784).tolist()
     rows[0].append([])
     return {f"package/src/clothes/{k}.json": as_json({"data": rows[k]}) for k in range(10)}
@@ -106,9 +106,9 @@ class Registry:
         self.files: dict[str, bytes] = {}
         self.requests = 0
         self.url = ""
-        self.cut: int | None = None  # bytes after which an answer breaks off
+        self.cut: int | None = None  # bytes after which a response is truncated
         self.redirect: str | None = None
-        self.again = False  # also what was redirected is
+        self.again = False  # redirects are redirected again
 
     @contextmanager
     def serve(self) -> Iterator["Registry"]:
@@ -150,7 +150,7 @@ class Registry:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    """Small packages with the names of the real ones."""
+    """Serves small packages under the real names."""
     found, small = Registry(), {}
     for name, (make, num) in SMALL.items():
         content = tgz(make())
@@ -164,7 +164,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
 
 
 def readings(tar: Path) -> dict[int, tuple[str, str, np.ndarray]]:
-    """What `atoll prepare` gets: number in the package -> caption, label, pixels at the size they have."""
+    """Returns what `atoll prepare` gets: number in the package -> caption, label, pixels at original size."""
     size = Image.open(io.BytesIO(next(iter(members(tar).values())))).width
     found = {}
     for item, image in read_items(list(Source(str(tar)).items()), Transform(size, 8)):
@@ -237,7 +237,7 @@ class TestFetch:
         stamp = (tmp_path / "mnist.tar").stat().st_mtime_ns
         fetch("mnist", tmp_path, registry="https://nowhere.invalid")
         assert (tmp_path / "mnist.tar").stat().st_mtime_ns == stamp
-        fetch("mnist", tmp_path, 5, registry="https://nowhere.invalid")  # of the package that is there
+        fetch("mnist", tmp_path, 5, registry="https://nowhere.invalid")  # from the cached package
         assert registry.requests == 1
         assert json.loads((tmp_path / "mnist.json").read_text())["pictures"] == 5
 
@@ -321,7 +321,7 @@ class TestMistakes:
             fetch("mnist", tmp_path, registry=registry.url)
 
     def test_links_and_fifos(self, registry, tmp_path):
-        """What a link in the folder leads to is not written to; a FIFO makes nobody wait; the user's link counts."""
+        """A link in the folder is never written through; a FIFO blocks nobody; the user's own link is followed."""
         package = packaged.PACKAGES["mnist"]
         (tmp_path / "mine").write_text("mine")
         out = tmp_path / "out"

@@ -60,13 +60,13 @@ def test_closed_forms():
 
 @pytest.mark.parametrize("num", [2, 12, 49, 50])
 def test_fewer_samples_than_dimensions(num):
-    """scipy's root of a singular product is not exact itself, so less is asked of the agreement."""
+    """scipy's root of a singular product is inexact itself, so the tolerance is larger."""
     one, other = cloud(40, 50, 0), cloud(num, 50, 1)
     assert frechet_distance(Moments.of(one), Moments.of(other)) == pytest.approx(by_scipy(one, other), rel=1e-4)
 
 
 def test_identical_images():
-    """No spread at all: what is left is how far the one image is from the mean, and the spread of the others."""
+    """Without any spread, what is left is the one image's distance from the mean, and the others' spread."""
     point, others = Moments.of(np.tile([[1.0, 2.0, 3.0]], (20, 1))), Moments.of(cloud(50, 3, 0))
     expected = ((point.mean - others.mean) ** 2).sum() + np.trace(covariance(others))
     assert frechet_distance(point, others) == pytest.approx(expected)
@@ -74,7 +74,7 @@ def test_identical_images():
 
 
 def test_far_from_the_origin():
-    """Sums of squares would have lost all digits of the variance here."""
+    """Sums of squares would lose all digits of the variance here."""
     features = np.random.default_rng(0).normal(size=(4000, 3)) + 1e8
     np.testing.assert_allclose(covariance(Moments.of(features)), np.cov(features - 1e8, rowvar=False), atol=1e-6)
     lost = (features**2).sum(0) / 4000 - features.mean(0) ** 2

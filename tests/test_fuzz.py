@@ -1,7 +1,7 @@
 """Thousands of damaged inputs through every reader: no traceback, no hang, no crash, and no change goes unnoticed.
 
-Each case damages one file of a good input and reads it in a process with a limit on its memory, which says what became
-of it: refused in a sentence, the same as before, or changed. Seeded, so that a case can be run again by its number.
+Each case damages one file of a good input and reads it in a process with a memory limit, which reports the outcome:
+refused in a sentence, the same as before, or changed. Cases are seeded, so that one can be rerun by its number.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from atoll.data.shards import Dataset
 from atoll.sampling.assemble import assemble
 from test_assemble import parts
 
-SECONDS = 90  # for a case that takes a tenth of one
+SECONDS = 90  # for a case that normally takes 0.1
 MEMORY = 12 << 30  # address space: torch alone reserves a few of these
 PROMPT = "a pink ghost with a yellow party hat on a blue background"
 HOSTILE: list[Any] = [
@@ -49,7 +49,7 @@ HOSTILE: list[Any] = [
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """A few bytes of it are other ones, or missing, or there twice."""
+    """Returns content with a few bytes changed, missing or repeated."""
     data = bytearray(content)
     first = rng.randrange(min(len(data), rng.choice([16, 200, 1 << 30])) or 1)
     length = min(rng.choice([1, 2, 4, 8, 64, 512]), len(data) - first)
@@ -74,7 +74,7 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_json(content: bytes, rng: random.Random) -> bytes:
-    """One value is another, or missing, or a key is new."""
+    """Returns JSON with a value changed or missing, or a new key."""
     values = json.loads(content)
     places: list[tuple[Any, Any]] = []
 
@@ -99,7 +99,7 @@ def damaged_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_numbers(content: bytes, rng: random.Random) -> bytes:
-    """One of the numbers in a text, or in a header, is another of as many digits, or of more."""
+    """Returns content with a number in its text or header replaced by one of as many or more digits."""
     found = list(re.finditer(rb"\d+", content[:20_000]))
     if not found:
         return damaged(content, rng)
@@ -110,7 +110,7 @@ def damaged_numbers(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage(path: Path, outside: Path, rng: random.Random) -> str:
-    """Do something to a file; what it was."""
+    """Damages a file, and returns a description of how."""
     kind = rng.random()
     if kind < 0.06:
         special = rng.choice(["fifo", "link", "loop", "device", "folder", "missing", "empty", "sparse"])
@@ -150,13 +150,13 @@ def damage(path: Path, outside: Path, rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A good input, what reads it, and how many cases. `read` returns a digest of all that comes out."""
+    """A good input, its reader, and the number of cases. `read` returns a digest of all output."""
 
     name: str
     num: int
-    make: Callable[[Path, Path], None]  # (folder to make, base of what is trained once)
+    make: Callable[[Path, Path], None]  # (folder to make, folder of what is trained once)
     read: Callable[[Path, Path], str]  # (folder, place for output)
-    hashed: bool = True  # whether any change must be noticed; a picture may be any other picture
+    hashed: bool = True  # whether any change must be detected; an image may be any other image
 
 
 def command(*arguments: object) -> None:
@@ -268,7 +268,7 @@ def make_tar(folder: Path, base: Path) -> None:
 
 
 def prepare(folder: Path, out: Path) -> str:
-    """Of ten pictures each is kept or told of."""
+    """Prepares ten images, each of which must be kept or reported."""
     command("prepare", folder, "--out", out, "--size", 32, "--codec", "pca:8x12", "--workers", 0, "--min-side", 16)
     kept = json.loads((out / "dataset.json").read_text())["counts"]["rows"]
     told = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
@@ -306,7 +306,7 @@ TARGETS = [
 
 
 def outcomes(target: Target, good: Path, place: Path, seed: int, pipe: Any) -> None:
-    """Runs in a process of its own: all cases of a target, each announced before it is tried."""
+    """Runs all cases of a target in its own process, announcing each before it is tried."""
     os.setsid()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -333,7 +333,7 @@ def outcomes(target: Target, good: Path, place: Path, seed: int, pipe: Any) -> N
 
 
 def results(target: Target, good: Path, place: Path, seed: int) -> Iterator[tuple[int, str, str, str]]:
-    """(number, what was done, what became of it, more) of each case; a process that hangs or dies ends it."""
+    """Yields (number, damage, outcome, details) of each case; stops if the process hangs or dies."""
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=outcomes, args=(target, good, place, seed, theirs))
     process.start()

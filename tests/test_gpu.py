@@ -1,4 +1,4 @@
-"""The real code on a GPU that is not there (simulated_gpu.py): devices do not mix, and results are those of the CPU."""
+"""The real code on a simulated GPU (simulated_gpu.py): devices do not mix, and results are those of the CPU."""
 
 import inspect
 import json
@@ -57,7 +57,7 @@ SMALL = (
 
 @pytest.fixture(scope="module", autouse=True)
 def brief():
-    """Evaluates fewer held-out rows: each batch of four takes a tenth of a second."""
+    """Evaluates fewer held-out rows, since each batch of four takes 0.1 seconds."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (expert, router, distill):
             patch.setattr(module, "EVALUATED_AT_THE_END", 64)
@@ -67,7 +67,7 @@ def brief():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A data set of two clusters, an expert of each objective, a router and a model."""
+    """Returns a data set of two clusters, an expert of each objective, a router and a model."""
     folder = tmp_path_factory.mktemp("gpu")
     prepare(
         Source("shapes", num=80, size=16), folder / "data", PrepareSettings(size=16, holdout=0.2), 0, progress=False
@@ -124,7 +124,7 @@ class TestTheDevice:
 
 
 def task_maker(folder: Path, name: str) -> tuple[Callable[[torch.device], Task], Settings]:
-    """What makes the task of an expert, a router or a student, and its settings: two micro-batches per step."""
+    """Returns a maker of the task of an expert, router or student, and settings with two micro-batches per step."""
     sizes: Any = {"model": "32x1", "batch": 4, "micro_batch": 2, "sample_every": 0, "precision": "fp32"}
     data, model = folder / "data", folder / "model"
     kind, _, option = name.partition(" ")
@@ -145,14 +145,14 @@ def task_maker(folder: Path, name: str) -> tuple[Callable[[torch.device], Task],
 
 
 def train_on(gpu: Gpu, make: Callable[[torch.device], Task], settings: Settings) -> Counter[str]:
-    """Trains four steps and returns the stalls of the last two; then looks once."""
+    """Trains four steps, then reads results once; returns the stalls of the last two steps."""
     distributed = Distributed(settings)
     learner = Learner(make(CUDA), settings, distributed)
     progress = Progress()
     tally = Tally(progress, CUDA)
     with closing(Batches(learner.task, settings.batch, 0, distributed.share, CUDA)) as batches:
         for step in range(4):
-            if step == 2:  # the first load teachers and make what is kept
+            if step == 2:  # the first two load teachers and fill caches
                 gpu.stalls.clear()
             losses = learner.backward(*batches.get(step))
             learner.update(1e-3, 0.9, skip=tally.count(losses))
@@ -206,7 +206,7 @@ class TestTraining:
             train_on(gpu, *task_maker(folder, "expert fm"))
 
     def test_bad_steps_are_skipped_on_the_device(self, tmp_path):
-        """As on the CPU, which looks at each: only three steps of twelve are looked at here."""
+        """As on the CPU, which checks every step; here only three of twelve are checked."""
         settings = replace(TOY, steps=12, log_every=4, save_every=100, eval_every=100)
 
         def fault(call: int, loss: torch.Tensor) -> torch.Tensor:
@@ -225,7 +225,7 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_too_many_bad_steps_are_rolled_back(self, tmp_path):
-        """Found out when they are looked at, some steps after they happened."""
+        """They are detected at the next check, some steps after they happened."""
         settings = replace(TOY, steps=24, log_every=8, save_every=4, eval_every=100, device="cuda:0")
         with simulated_gpu():
             toy = Toy(lambda call, loss: loss * math.nan if 9 < call < 16 else loss)
@@ -235,7 +235,7 @@ class TestTraining:
         assert lines[-1]["step"] == 24
 
     def test_batches_are_copied_beside_the_step_before(self, folder, monkeypatch):
-        """Pinned, on a stream of their own, ahead of time; the step waits for its own copy and no other."""
+        """They are pinned and copied ahead on their own stream; a step waits only for its own copy."""
         make, settings = task_maker(folder, "expert fm")
         monkeypatch.setattr("atoll.training.task.ThreadPoolExecutor", lambda *_: InlineExecutor())
         with simulated_gpu() as gpu:
@@ -275,7 +275,7 @@ class TestTraining:
 
 
 class InlineExecutor(Executor):
-    """Does at once what it is asked to do."""
+    """Runs submitted functions immediately."""
 
     def submit(self, do: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -303,9 +303,9 @@ class TestVerbs:
         ],
     )
     def test_training(self, folder, tmp_path, command):
-        """What the CPU learns, but for rounding, so nothing of it is left on the host or done twice.
+        """Up to rounding it learns what the CPU does, so nothing is left on the host or done twice.
 
-        A key's bias has no gradient but rounding, and AdamW makes a whole step of it: the run as a whole is compared.
+        A key's bias has only rounding as its gradient, of which AdamW makes a full step: runs are compared as a whole.
         """
         verb, *rest = (str(folder / word) if word in ("data", "model") else word for word in command)
         main([verb, *rest, *SMALL, "--out", str(tmp_path / "cpu")])
@@ -339,7 +339,7 @@ class TestVerbs:
 
 
 class TestEncoders:
-    """Codecs, text encoders and feature networks: the CPU's results, and no more looks than their safety needs."""
+    """Codecs, text encoders and feature networks: the CPU's results, and no more device reads than safety needs."""
 
     @pytest.mark.parametrize("name", ["pixels", "pca", "conv", "kl", "tiny"])
     def test_codecs(self, request, name):
@@ -353,7 +353,7 @@ class TestEncoders:
             there = send(images, CUDA), send(latents, CUDA)
             gpu.stalls.clear()
             found = codec.encode(there[0]), codec.decode(there[1])
-            assert all("_finite" in site for site in gpu.stalls), gpu.stalls  # a VAE's results are looked at, once
+            assert all("_finite" in site for site in gpu.stalls), gpu.stalls  # a VAE's results are checked once
             for ours, theirs in zip(found, (latents, expected), strict=True):
                 torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
 

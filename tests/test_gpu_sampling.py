@@ -1,4 +1,4 @@
-"""Sampling never waits for the device, but for one copy per evaluation that says who is run: on a simulated GPU."""
+"""Sampling waits for the (simulated) GPU only for one copy per evaluation, which says which experts run."""
 
 import copy
 import warnings
@@ -51,7 +51,7 @@ USUAL = [name if name in ("top1", "full") else pytest.param(name, marks=pytest.m
 
 
 def shaken(network: Any) -> Any:
-    """Not zero at the output, nor deaf to the text."""
+    """Perturbs a network, so that its output is not zero and depends on the text."""
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -73,7 +73,7 @@ def make_expert(kind: str) -> Expert:
 
 
 def make_router(text_dim: int | None) -> Router:
-    """One that sends samples to different experts."""
+    """Returns a router that sends samples to different experts."""
     router: Router = shaken(Router(RouterConfig(**SIZES, depth=1, text_dim=text_dim, num_experts=len(KINDS))))
     with torch.no_grad():
         router.head.weight.normal_()
@@ -124,7 +124,7 @@ def stalls_of(gpu: Gpu, run: Callable[[], object]) -> Counter[str]:
 
 
 def stalls_per_step(gpu: Gpu, ensemble: Ensemble, routing: Routing | str, **options: Any) -> Counter[str]:
-    """Those of the third step; the first two are the same in both runs."""
+    """Returns the stalls of the third step; the first two are the same in both runs."""
     two, three = (stalls_of(gpu, lambda n=n: sample(ensemble, routing, n, **options)) for n in (2, 3))  # type: ignore[misc]
     return three - two
 
@@ -208,7 +208,7 @@ def test_guidance(rng):
 
 
 def test_texts(rng):
-    """From ids on the host to what the experts, the prior and the routers make of them."""
+    """From ids on the host to the outputs of experts, prior and routers."""
     ids = WORDS.tokenize(CAPTIONS)
     tokens, mask = WORDS.encode(ids)
     prior = make_prior()
@@ -287,7 +287,7 @@ class TestSteps:
             assert sum(found.values()) <= 1, found
 
     def test_once_for_all_steps(self):
-        """Texts are encoded and noise is drawn on the host: beside the steps there is the last look alone."""
+        """Texts are encoded and noise is drawn on the host; besides the steps, only the final check waits."""
         with simulated_gpu() as gpu:
             ensemble = ensemble_on(CUDA)
             prompts = Prompts.encode(moved(WORDS, CUDA), CAPTIONS)
@@ -322,7 +322,7 @@ class TestSteps:
 
 
 class Broken(VelocityExpert):
-    """It answers NaN below t = 0.8, and before that infinities about samples that begin with a large number."""
+    """An expert that returns NaN below t = 0.8, and above it infinities for samples that begin with a large number."""
 
     def velocity(self, x: Tensor, t: Tensor, text: Any = None) -> Tensor:
         u = super().velocity(x, t, text)
@@ -337,7 +337,7 @@ def broken_on(device: torch.device, numbers: Sequence[int] = (0, 3)) -> Ensemble
 
 
 def outcome(run: Callable[[], Tensor]) -> tuple[Tensor | None, list[str]]:
-    """What a run makes, and its warnings and its error."""
+    """Returns a run's results, warnings and error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -351,7 +351,7 @@ class TestNotFinite:
     @pytest.mark.slow
     @pytest.mark.parametrize("routing", USUAL)
     def test_an_expert_that_fails_is_left_out_as_on_the_cpu(self, routing):
-        """Same images, warnings, and traces of the run that counts."""
+        """Images, warnings, and the traces of the run that counts are the same."""
         seen: dict[str, list[Routed]] = {"cpu": [], "gpu": []}
 
         def run(name: str, device: torch.device) -> Tensor:
@@ -394,7 +394,7 @@ class TestNotFinite:
         assert message in said[-1]
 
     def test_an_expert_without_weight_has_no_say(self):
-        """On a device `full` runs all experts on all samples: 0 * inf must not reach the sum."""
+        """On a GPU, `full` runs all experts on all samples: 0 * inf must not reach the sum."""
 
         class Infinite(VelocityExpert):
             def velocity(self, x: Tensor, t: Tensor, text: Any = None) -> Tensor:
@@ -430,7 +430,7 @@ def prompts_of(words: TextEncoder, captions: Sequence[str]) -> Prompts:
 
 @pytest.mark.parametrize("by", ROUTINGS)
 def test_a_teacher(by):
-    """At a time for each sample, with host ids and labels."""
+    """With one time per sample, and ids and labels on the host."""
     x, t = draw_noise(image_generators(range(5)), SHAPE), torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7])
 
     def run(device: torch.device) -> Tensor:

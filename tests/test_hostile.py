@@ -1,4 +1,4 @@
-"""Model folders from strangers: whatever lies in them, one sentence, quickly, and nothing of ours leaks."""
+"""Model folders from strangers: whatever they contain gets a quick one-sentence refusal, and nothing leaks."""
 
 import hashlib
 import json
@@ -41,13 +41,13 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stranger(tmp_path_factory, tmp_path) -> Path:
-    """A run of somebody else's, to spoil."""
+    """Returns a stranger's run to tamper with."""
     return Path(shutil.copytree(parts(tmp_path_factory.getbasetemp())[1], tmp_path / "stranger"))
 
 
 @pytest.fixture
 def model(tmp_path_factory, tmp_path) -> Path:
-    """A whole model of somebody else's, to spoil."""
+    """Returns a stranger's whole model to tamper with."""
     data, run = parts(tmp_path_factory.getbasetemp())
     assemble([run], None, tmp_path / "linked", data)
     shutil.copytree(tmp_path / "linked", tmp_path / "model")
@@ -64,7 +64,7 @@ def secret(tmp_path) -> Path:
 
 
 def refused(arguments: list[object], capsys, sentence: str = "") -> str:
-    """What the command says: one line, without control characters, and an exit code that is not 0."""
+    """Returns the command's error: one line without control characters, with a nonzero exit code."""
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
     told = capsys.readouterr().err.strip()
@@ -82,7 +82,7 @@ def sampled(model: Path, out: Path) -> list[object]:
 
 
 def rehash(model: Path, change: Callable[[dict], None]) -> None:
-    """Alter model_index.json as someone would who knows how its hash is made."""
+    """Alters model_index.json together with its hash."""
     about = json.loads((model / "model_index.json").read_text())
     change(about)
     head = {key: about.pop(key) for key in ("_class_name", "format", "hash")}
@@ -131,7 +131,7 @@ class TestLinks:
         assemble([tmp_path / "here"], None, tmp_path / "model", data)
 
     def test_links_of_the_hub_may_be(self, model, tmp_path, capsys):
-        """The hub's cache holds links from snapshots to blobs."""
+        """The hub's cache has links from snapshots to blobs, which are allowed."""
         blobs, snapshot = (tmp_path / "models--a--b" / name for name in ("blobs", "snapshots/1"))
         blobs.mkdir(parents=True)
         for number, path in enumerate([path for path in model.rglob("*") if path.is_file()]):
@@ -184,7 +184,7 @@ class TestLinks:
 
 
 class TestNoFiles:
-    """A FIFO would make its reader wait for ever, a device would fill the memory."""
+    """A FIFO would block its reader forever, a device would fill the memory."""
 
     @pytest.mark.parametrize("kind", ["fifo", "device", "itself", "folder"])
     @pytest.mark.parametrize("name", FILES)
@@ -245,7 +245,7 @@ class TestBombs:
             CentroidRouter.from_pretrained(stranger / "centroids")
 
     def test_weights_of_a_terabyte_on_an_empty_disk(self, stranger, data, tmp_path, capsys):
-        """A sparse file claims any size; the header agrees with it."""
+        """A sparse file can claim any size, with a matching header."""
         path, size = tmp_path / "huge.safetensors", 2**40
         header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
         path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -378,7 +378,7 @@ class TestChanged:
 
     @pytest.mark.slow
     def test_weights_cut_short_while_in_use(self, model, tmp_path):
-        """Mapped, they would kill the process."""
+        """If they were memory-mapped, this would kill the process."""
         program = """
 import os, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Experts that join and leave without a router that knows them, and who gets how much of the credit."""
+"""Experts that join and leave without retraining the router, and their shares of the credit."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ PROMPTS = ["a red bear on a blue background", "an owl", "a green robot with a ca
 
 @pytest.fixture
 def trained(run, tmp_path) -> Path:
-    """Experts 0 and 1 and a router that knows only these: expert 2 is new to it."""
+    """Returns experts 0 and 1 and a router that knows only these; expert 2 is new to it."""
     torch.manual_seed(0)
     known = load_router(run / "router")
     router = Router(RouterConfig(**{**vars(known.config), "num_experts": 2}))
@@ -74,7 +74,7 @@ class TestCombined:
 
 class TestCards:
     def test_the_router_is_that_of_all_the_data(self, run, data, monkeypatch):
-        """As the one that sees the data of all clusters at once."""
+        """It equals the router computed from the data of all clusters at once."""
         fitted = load_router(run / "centroids")
         monkeypatch.setattr(module, "IMAGE_SCALE", fitted.config.image_scale)
         made = router_from_cards([run / f"expert_{k}" for k in range(3)])
@@ -176,7 +176,7 @@ class TestCredits:
             lead_shares(served_model, [])
 
     def test_flops(self, run, data):
-        """As the counter of experiments has them, but for captions that are shorter than they may be."""
+        """They match the experiments' counter, except for captions shorter than the maximum."""
         from atoll.experiments.flops import training_flops as counted
         from test_assemble import QUICK
 

@@ -1,4 +1,4 @@
-"""Pictures of every kind and in every state, and what becomes of each."""
+"""Images of every kind and in every condition, and how each is handled."""
 
 import io
 
@@ -13,7 +13,7 @@ TRANSFORM = Transform(size=32, min_side=16)
 
 
 def scene(width: int = 60, height: int = 40) -> Image.Image:
-    """Red on the left, blue on the right, a green stripe on top: which way up it is can be seen."""
+    """Returns red on the left, blue on the right and a green stripe on top, which shows the orientation."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[:, : width // 2] = (200, 30, 30)
     pixels[:, width // 2 :] = (30, 30, 200)
@@ -28,7 +28,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def colours(pixels: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Top, left and right, in steps that survive compression."""
+    """Returns the colours at the top, left and right, in steps that survive compression."""
     return tuple(tuple((pixels[y, x].astype(int) + 20) // 40) for y, x in ((3, 16), (24, 4), (24, 28)))
 
 

@@ -1,4 +1,4 @@
-"""What a verifier accepts, and what it refuses with which sentence."""
+"""What a verifier accepts, and what it refuses with which message."""
 
 import json
 import os
@@ -291,7 +291,7 @@ class TestProcess:
 
     @pytest.mark.slow
     def test_too_much_time(self, submission, data, monkeypatch):
-        """A process that would judge for ever, so that no machine is too fast for its limit."""
+        """The process would judge forever, so that no machine is too fast for its limit."""
         program = "from atoll.federation import judge\ndef judge_for_ever(**_):\n    while True: pass\n"
         program += "judge.judge_here = judge_for_ever\njudge.main()"
         monkeypatch.setattr(module, "dying_with_parent", lambda command: [sys.executable, "-c", program, command[-1]])

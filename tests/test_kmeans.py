@@ -39,7 +39,7 @@ DIGITS = load_digits().data.astype(np.float32)
 
 
 def mixture(num_rows: int, dim: int, components: int, seed: int = 0, apart: float = 2.0) -> np.ndarray:
-    """Gaussians of unequal size and width, and 5% of noise."""
+    """Returns Gaussians of unequal size and width, with 5% noise."""
     rng = np.random.default_rng(seed)
     own = rng.choice(components, num_rows, p=rng.dirichlet(np.full(components, 2.0)))
     x = apart * rng.standard_normal((components, dim))[own]
@@ -50,7 +50,7 @@ def mixture(num_rows: int, dim: int, components: int, seed: int = 0, apart: floa
 
 
 class OnDisk:
-    """Rows that record how they are read, and hold none themselves."""
+    """Rows that record how they are read, without holding data."""
 
     def __init__(self, num_rows: int, dim: int, components: int = 8) -> None:
         self.num_rows, self.dim = num_rows, dim
@@ -128,7 +128,7 @@ def test_reading_is_bounded(metric):
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
 def test_a_streamed_pass_is_lloyds(metric):
-    """Computed by its definition, from centroids one of which no row is nearest to."""
+    """Compared with Lloyd's definition, from centroids of which one is nearest to no row."""
     x = torch.from_numpy(mixture(9000, 8, 10))
     x = torch.nn.functional.normalize(x) if metric == "cosine" else x
     start = torch.cat([x[:9], torch.full((1, 8), 50.0)])
@@ -308,7 +308,7 @@ def test_packing_many_items_tightly():
     rng = np.random.default_rng(0)
     sizes = rng.integers(1, 60, 1000)
     costs = rng.random((1000, 8)) * sizes[:, None]
-    costs[:, 0] = 0  # everybody's favourite
+    costs[:, 0] = 0  # nearest to every row
     capacity = -(-sizes.sum() // 8) + 4
     found = pack(sizes, costs, capacity)
     assert np.bincount(found, weights=sizes).max() <= capacity
@@ -434,7 +434,7 @@ def test_a_damaged_file(stored):
         {"fine_centroids": tensors["fine_centroids"] * torch.nan},
         {"fine_centroids": tensors["fine_centroids"][:-1].clone()},
         {"coarse_of_fine": tensors["coarse_of_fine"] - 1},
-        {"coarse_of_fine": tensors["coarse_of_fine"] + 2**60},  # a table of means
+        {"coarse_of_fine": tensors["coarse_of_fine"] + 2**60},  # would need a huge table of means
         {"another": torch.zeros(1)},
     ):
         stored.write_bytes(whole)
@@ -461,7 +461,7 @@ def test_a_file_that_is_none(stored):
 
 
 def test_a_label_as_long_as_a_book():
-    """Beside 100,000 short ones, each of which would take as much memory."""
+    """It stands beside 100,000 short ones, each of which would take as much memory in a fixed-width array."""
     labels = ["a", "b"] * 50_000 + ["c" * 10_000_000]
     assert torch.bincount(by_label(labels, 3)).tolist() == [50_000, 50_000, 1]
 

@@ -35,7 +35,7 @@ def test_fewer_pictures_than_dimensions():
 
 
 def test_identical_pictures():
-    """Without any spread all is alike, and nothing fails."""
+    """With no spread all images are equal, and nothing fails."""
     assert len(Reader.fit(np.ones((6, 4)), ["a", "b"] * 3).read(np.ones((2, 4)))) == 2
 
 
@@ -47,7 +47,7 @@ def test_a_label_that_one_picture_has_is_left_out(digits):
 def test_what_cannot_be_read():
     assert why_unreadable(["a", "b"] * 2) == ""
     assert "no two labels that several of them share" in why_unreadable([""] * 9)
-    assert "no two labels" in why_unreadable(["", "", "a", "a"])  # what has no label is not a kind of its own
+    assert "no two labels" in why_unreadable(["", "", "a", "a"])  # images without a label are not a class
     assert "no two labels" in why_unreadable(["a", "b", "c"])
     assert "more than the 100 that are told apart" in why_unreadable([str(k) for k in range(MOST + 1)] * 2)
     with pytest.raises(InputError, match="finite|NaN"):

@@ -1,4 +1,4 @@
-"""The training loop itself, on a toy: what it does when all goes well, and when it does not."""
+"""The training loop itself, on a toy task: normal runs and failures."""
 
 import json
 import math
@@ -25,7 +25,7 @@ TOY = Settings(steps=12, batch=8, log_every=4, save_every=4, eval_every=6, sampl
 
 
 class Toy(Task):
-    """A tiny network learns to denoise 20 random pictures; `fault` alters its loss at some calls."""
+    """A tiny network learns to denoise 20 random images; `fault` alters its loss at some calls."""
 
     def __init__(self, fault=None) -> None:
         self.num_rows = 20
@@ -73,7 +73,7 @@ def weights(folder):
 
 
 def figures(folder):
-    """metrics.jsonl without what a clock says."""
+    """Returns metrics.jsonl without timings."""
     return [{k: v for k, v in line.items() if "second" not in k} for line in read_metrics(folder)]
 
 
@@ -103,7 +103,7 @@ class TestRun:
         assert not torch.equal(kept["out.bias"], last["weights.out.bias"])
 
     def test_the_ema_is_what_it_says(self, tmp_path):
-        """Against the sum written out, from the checkpoints of every step."""
+        """Compared with the explicit sum over the checkpoints of every step."""
         from safetensors.torch import load_file
 
         settings = replace(TOY, save_every=1, keep_last=100, steps=6)
@@ -207,7 +207,7 @@ class TestResume:
         assert weights(tmp_path / "a") == weights(tmp_path / "whole")
 
     def test_more_steps_of_a_decay_are_refused_in_words(self, tmp_path):
-        """Its rates depend on how many steps it has: longer, it would be another run from its first step on."""
+        """Its learning rates depend on the number of steps: a longer run would differ from its first step on."""
         cosine = replace(TOY, lr_schedule="cosine")
         run(tmp_path / "a", cosine)
         with pytest.raises(InputError, match=r"begun with 12 steps of cosine decay, .* give the same --steps"):
@@ -298,7 +298,7 @@ class TestResume:
 
 
 class TestStrangers:
-    """A run that somebody else has begun is resumed as data: it reads and writes nothing beyond its folder."""
+    """A stranger's run is resumed as data only: nothing outside its folder is read or written."""
 
     @pytest.fixture
     def begun(self, tmp_path):
@@ -397,7 +397,7 @@ class TestTrouble:
         with pytest.raises(InputError, match=r"in steps 4 to 8, at a learning rate of 0.001, also after going back"):
             run(tmp_path / "a", fault=lambda call, loss: loss * (math.nan if call > 6 else 1))
         assert [int(p.stem) for p in checkpoint.saved(tmp_path / "a" / "state")] == [0, 4]
-        resumed, _ = run(tmp_path / "a")  # the cause is gone: the last good state is as good as it was
+        resumed, _ = run(tmp_path / "a")  # the cause is gone: the last good checkpoint still works
         assert resumed.finished == 1
 
     def test_a_checkpoint_that_fails_at_once_was_broken_when_it_was_saved(self, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Memory is predicted before it is taken: the peak of an update to 1%, a process's to 15%."""
+"""Memory is predicted before it is allocated: an update's peak to 1%, a process's to 15%."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def real_inputs(config, num):
 
 
 def real_update(config, num, bf16, checkpointing):
-    """The most bytes alive in an update on the CPU beside weights: gradients, batch and activations."""
+    """Returns the peak bytes of an update on the CPU besides weights: gradients, batch and activations."""
     network = network_of(config)
     network.gradient_checkpointing = checkpointing
     with Storages() as watch:
@@ -67,7 +67,7 @@ def real_update(config, num, bf16, checkpointing):
 
 
 def really_saved(config, num, bf16):
-    """Bytes of the different storages that autograd saves in a forward pass on the CPU."""
+    """Returns the bytes of the distinct storages that autograd saves in a forward pass on the CPU."""
     network, inputs = network_of(config), real_inputs(config, num)
     not_counted = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *inputs)}
     saved = {}
@@ -133,7 +133,7 @@ def test_the_paper_expert_on_a_gpu():
 
 
 def test_bf16_counts_copies_of_weights():
-    """A single sample of few tokens keeps little but them."""
+    """With a single sample of few tokens, hardly anything else is kept."""
     config = DiTConfig(**{**SMALL, "input_size": 2, "text_dim": None, "hidden_size": 512})
     matrices = sum(p.numel() for p in DiT(config).blocks.parameters() if p.dim() == 2)
     gradients = 4 * sum(p.numel() for p in DiT(config).parameters() if p.requires_grad)
@@ -199,14 +199,14 @@ def test_the_base_is_this_process_and_leaves_random_numbers_alone():
     before = torch.get_rng_state()
     base = measure_base()
     assert torch.equal(torch.get_rng_state(), before)
-    assert 50e6 < base <= peak_resident() + 1e6  # the kernel counts in lots
+    assert 50e6 < base <= peak_resident() + 1e6  # the kernel updates its count in batches
     assert abs(resident() - base) < 50e6
 
 
 class TestHeap:
     @pytest.fixture
     def now(self, monkeypatch):
-        """Bytes that this process seems to have in memory, and how often it was asked to give some back."""
+        """Returns the bytes that this process appears to use, and how often it was asked to release some."""
         now = {"resident": 100, "in use": 80, "trimmed": 0}
         monkeypatch.setattr(memory, "resident", lambda: now["resident"])
         monkeypatch.setattr(memory, "peak_resident", lambda: now["resident"])

@@ -1,4 +1,4 @@
-"""Kernel distance, coverage, diversity, CLIP score and the Inception, each against somebody else's."""
+"""Kernel distance, coverage, diversity, CLIP score and the Inception network, against other implementations."""
 
 import hashlib
 import itertools
@@ -41,7 +41,7 @@ class TestKernel:
         assert squared_discrepancy(real, made) == pytest.approx(float(expected), rel=1e-6)
 
     def test_mean_and_spread_against_torchmetrics(self):
-        """Subsets are drawn by other generators, so means agree to a few of their errors."""
+        """Subsets are drawn by different generators, so means agree to within a few standard errors."""
         kid = pytest.importorskip("torchmetrics.image.kid")
 
         class Flat(torch.nn.Module):
@@ -60,7 +60,7 @@ class TestKernel:
         assert 0.7 < our_spread / spread < 1.4
 
     def test_no_bias(self):
-        """Of two samples of the same, it is 0 on average, and below it as often as above."""
+        """For two samples of one distribution it is 0 on average, and as often below as above."""
         found = [squared_discrepancy(cloud(40, 5, 2 * seed), cloud(40, 5, 2 * seed + 1)) for seed in range(200)]
         assert abs(np.mean(found)) < 4 * np.std(found) / math.sqrt(200)
         assert 40 < sum(value < 0 for value in found) < 160
@@ -87,7 +87,7 @@ class TestCoverage:
         assert 0 < ours.recall < 1
 
     def test_against_scikit_learn(self):
-        """Balls by its neighbours, for float32 features far from the origin."""
+        """Compared with balls from its nearest neighbours, for float32 features far from the origin."""
         neighbors = pytest.importorskip("sklearn.neighbors")
         real, made = (cloud(80, 5, seed, shift=300).astype(np.float32) for seed in (0, 1))
         reach = neighbors.NearestNeighbors(n_neighbors=4).fit(real).kneighbors(real)[0][:, -1]
@@ -100,7 +100,7 @@ class TestCoverage:
         assert (ours.precision, ours.recall, ours.coverage) == (1, 1, 1)
 
     def test_one_picture_again_and_again(self):
-        """It may lie among the real ones, but it reaches few of them, and has no ball of its own."""
+        """It may lie among the real ones, but covers few of them, and its own ball is empty."""
         real = cloud(100, 4, 0)
         ours = measure_coverage(real, np.tile(real[:1], (50, 1)), 5)
         assert ours.precision == 1
@@ -118,7 +118,7 @@ class TestCoverage:
             measure_coverage(real, np.full((9, 3), np.nan), 5)
 
 
-# The package's own forward, in a process of its own: what it imports and does not use is put in place for it.
+# The package's own forward pass, in a separate process with stubs for what it imports and does not use.
 THEIRS = """
 import sys, types, torch
 class Absent(types.ModuleType):
@@ -182,7 +182,7 @@ class TestDiversity:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
-    """Both sides of a tiny CLIP, as published ones are laid out."""
+    """Returns both towers of a tiny CLIP, in the published layout."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("whole-clip")
@@ -214,7 +214,7 @@ class TestCLIP:
 
     @pytest.mark.parametrize(("size", "off"), [(32, 1e-4), (50, 0.5), (20, 0.5)])
     def test_score_against_transformers(self, clip, size, off):
-        """Pillow rounds to bytes where it scales, so there scores agree to half a point of a hundred."""
+        """Pillow rounds to bytes when it resizes, so scores then agree to within 0.5 of 100."""
         transformers = pytest.importorskip("transformers")
         model = transformers.CLIPModel.from_pretrained(clip).eval()
         with torch.no_grad():
@@ -244,7 +244,7 @@ class TestCLIP:
 
 
 def fill(weights: dict[str, torch.Tensor]) -> None:
-    """Numbers from a fixed generator, in the order of the names."""
+    """Fills tensors from a fixed generator, in the order of their names."""
     g = torch.Generator().manual_seed(0)
     for name in sorted(weights):
         value = weights[name]
@@ -259,7 +259,7 @@ def fill(weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
-    """The FID Inception's, in the published layout, with numbers of our own."""
+    """Returns weights in the FID Inception's published layout, with our own numbers."""
     net = InceptionV3()
     fill(net.state_dict())
     path = tmp_path_factory.mktemp("inception") / "pt_inception.pth"
@@ -273,10 +273,10 @@ def inception(weights) -> Inception:
 
 
 class TestInception:
-    """The published weights cannot be had here: names, shapes and outputs are compared with torch-fidelity's network.
+    """The published weights are not available here: names, shapes and outputs are compared with torch-fidelity's.
 
     Its numbers were computed once, with `fill`'s weights, by torch_fidelity 0.4.0's FeatureExtractorInceptionV3, which
-    reads the published file; the two agreed to the bit.
+    reads the published file; both agreed bit for bit.
     """
 
     KEYS = "8cdd2faeb41211e17f0fb47e66168d0cb1f981aa773b5f44e5b9cc93857fe492"
@@ -297,7 +297,7 @@ class TestInception:
 
     @pytest.mark.bits
     def test_as_features(self, inception):
-        """Scaled as pytorch-fid does it, and whatever the batch."""
+        """Images are scaled as in pytorch-fid, and features do not depend on the batch."""
         images = noise(2, 32)
         found = inception.extract(images)
         assert found.shape == (2, 2048)
@@ -309,7 +309,7 @@ class TestInception:
         assert public_spec("dino:facebook/dinov2-large") == "dino:facebook/dinov2-large"
 
     def test_old_files(self, inception, weights, tmp_path):
-        """Older files have no counters of batches."""
+        """Older files lack the batch counters of normalisation layers."""
         kept = {k: v for k, v in torch.load(weights, weights_only=True).items() if "num_batches" not in k}
         torch.save(kept, tmp_path / "old.pth")
         assert make_features(f"inception:{tmp_path / 'old.pth'}").describe() == inception.describe()

@@ -1,4 +1,4 @@
-"""A run's folder in an object store: another machine resumes it to the same bits, and a store may fail for a while."""
+"""A run's folder in an object store: another machine resumes it bit for bit, and the store may fail temporarily."""
 
 import shutil
 from dataclasses import replace
@@ -31,7 +31,7 @@ def keys(url: str) -> list[str]:
 
 @pytest.mark.bits
 def test_another_machine_resumes(tmp_path, url):
-    """The folder is gone with its machine, or older than the store, and the run ends as if nothing had happened."""
+    """With the folder lost or older than the store's, the run ends as if it had not been interrupted."""
     train(tmp_path / "whole")
     train(tmp_path / "a", url, steps=12)
     shutil.copytree(tmp_path / "a", tmp_path / "stale")
@@ -67,7 +67,7 @@ def test_a_folder_that_is_ahead_stays(tmp_path, url):
 
 
 def test_a_store_that_fails_for_a_while(tmp_path, url, monkeypatch, capsys):
-    """Training continues without it, and all is there in the end."""
+    """Training continues without it, and everything is stored in the end."""
     monkeypatch.setattr(mirror, "AGAIN", 0.01)
     real, fails = Store.put_file, [3]
 

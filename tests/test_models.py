@@ -14,7 +14,7 @@ from pixart import SIZE, TEXT_DIM, make_pair
 
 
 def small(**changes: object) -> DiT:
-    """An expert with no weight left at zero, so that everything has an effect."""
+    """Returns an expert with no weight left at zero, so that everything has an effect."""
     torch.manual_seed(0)
     dit = DiT(DiTConfig(**{**preset("xs/2", input_size=SIZE, text_dim=TEXT_DIM), **changes}))
     for parameter in dit.parameters():
@@ -24,7 +24,7 @@ def small(**changes: object) -> DiT:
 
 
 def inputs(batch: int = 3, length: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, t, text and a mask of different lengths."""
+    """Returns x, t, text and a mask of different lengths."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(batch, 4, SIZE, SIZE, generator=g)
     text = torch.randn(batch, length, TEXT_DIM, generator=g)
@@ -33,7 +33,7 @@ def inputs(batch: int = 3, length: int = 9) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 class TestParity:
-    """The same weights give what diffusers' PixArtTransformer2DModel gives."""
+    """With the same weights, outputs equal those of diffusers' PixArtTransformer2DModel."""
 
     @pytest.mark.parametrize("masked", [False, True])
     def test_output(self, masked):
@@ -91,7 +91,7 @@ class TestText:
         torch.testing.assert_close(dit(x, t, text, mask), dit(x, t, noisy, mask), rtol=0, atol=1e-6)
 
     def test_each_text_stands_for_itself(self):
-        """A sample in a batch of texts of other lengths is what it is alone, without any mask."""
+        """A sample in a batch of texts of other lengths gives the same as alone, without any mask."""
         dit = small()
         x, t, text, mask = inputs()
         together = dit(x, t, text, mask)
@@ -145,7 +145,7 @@ def test_one_time_for_the_batch_is_a_time_for_each():
 
 
 def test_a_new_expert_is_near_the_identity():
-    """Fresh weights: the output is zero, and no block hears the text."""
+    """With fresh weights the output is zero, and no block depends on the text."""
     torch.manual_seed(0)
     dit = DiT(DiTConfig(**preset("xs/2", input_size=SIZE, text_dim=TEXT_DIM)))
     x, t, text, _ = inputs()
@@ -176,7 +176,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient():
 
 
 def test_the_norm_of_equation_17():
-    """With it, the scale of what comes to cross-attention does not matter; without, it does."""
+    """With it, the scale of cross-attention's input does not matter; without it, it does."""
     _, _, text, mask = inputs()
     for norm in (True, False):
         block = small(cross_attention_norm=norm).blocks[0]
@@ -216,7 +216,7 @@ def test_the_papers_expert_trains():
     torch.manual_seed(0)
     dit = DiT(DiTConfig(**preset("xl/2")))
     dit.gradient_checkpointing = True
-    nn.init.normal_(dit.out.weight, std=0.02)  # zero at first, which would keep the gradient from the blocks
+    nn.init.normal_(dit.out.weight, std=0.02)  # zero-initialised, which would block the gradient
     loss = dit(torch.randn(1, 4, 32, 32), torch.rand(1), torch.randn(1, 12, 768)).square().mean()
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in dit.parameters() if p.grad is not None)
@@ -230,7 +230,7 @@ class TestRouter:
         for text_dim in (TEXT_DIM, None):
             router = Router(RouterConfig(**preset("xs/2", input_size=SIZE, text_dim=text_dim), num_experts=5))
             arguments = (text, mask) if text_dim else ()
-            assert torch.all(router(x, t, *arguments) == 0)  # a new router has no opinion
+            assert torch.all(router(x, t, *arguments) == 0)  # a new router gives equal logits
             for parameter in router.parameters():
                 nn.init.normal_(parameter, std=0.2)
             logits = router(x, t, *arguments)
@@ -330,7 +330,7 @@ class TestLocal:
             assert torch.equal(local(x, t, text, mask), plain(x, t, text, mask))
 
     def test_reaches_the_neighbours(self):
-        """With attention switched off, a token depends on as many rings of others as there are blocks."""
+        """With attention switched off, each block extends a token's neighbourhood by one ring."""
         dit = small(local=True)
         for block in dit.blocks:
             nn.init.zeros_(block.attention.out.weight)

@@ -23,7 +23,7 @@ def gradients_of(weights, seed=0):
 def test_singular_vectors_stay_and_singular_values_become_about_one(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
-    around = u.mT @ orthogonal(matrices) @ vh.mT  # diagonal, if its singular vectors are theirs
+    around = u.mT @ orthogonal(matrices) @ vh.mT  # diagonal if the singular vectors are the same
     values = around.diagonal(dim1=1, dim2=2)
     assert (around - torch.diag_embed(values)).abs().max() < 1e-4
     assert 0.5 < values.min() <= values.max() < 1.3
@@ -41,7 +41,7 @@ def test_takes_the_matrices_of_blocks_and_nothing_else():
 
 @pytest.mark.parametrize("name", ["blocks.0.mlp.0.weight", "blocks.0.mlp.2.weight", "blocks.0.attention.out.weight"])
 def test_goes_where_torch_goes(name):
-    """torch.optim.Muon computes in bfloat16: the updates have the same direction and length to its precision."""
+    """torch.optim.Muon computes in bfloat16: updates have the same direction and length to that precision."""
     ours, theirs = (torch.nn.Parameter(dict(network().named_parameters())[name].detach().clone()) for _ in range(2))
     before = ours.detach().clone()
     muon = Muon({name: ours})
@@ -56,7 +56,7 @@ def test_goes_where_torch_goes(name):
 
 
 def test_stacked_matrices_are_updated_one_by_one():
-    """Queries, keys and values are as if they had a matrix each."""
+    """Queries, keys and values are updated as if each had its own matrix."""
     weight = torch.nn.Parameter(torch.zeros(96, 32))
     muon = Muon({"blocks.0.attention.qkv.weight": weight})
     gradients_of([weight])

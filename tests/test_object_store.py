@@ -1,4 +1,4 @@
-"""Object stores by URL: against a folder, memory and moto's S3 server, and servers that do wrong."""
+"""Object stores by URL: a folder, memory and moto's S3 server, and faulty servers."""
 
 import hashlib
 import os
@@ -161,7 +161,7 @@ def test_a_store_may_be_sent_to_another_process(s3):
 
 
 def test_another_key_is_refused(s3, monkeypatch):
-    """By a server of ours: moto checks no signature."""
+    """Refused by our own server: moto checks no signature."""
     with WrongServer(403, f"<Error><Code>SignatureDoesNotMatch</Code><Key>{SECRET}</Key></Error>") as (endpoint, _):
         use_server(monkeypatch, endpoint)
         with pytest.raises(InputError, match="refuses access: check the credentials") as caught:
@@ -171,7 +171,7 @@ def test_another_key_is_refused(s3, monkeypatch):
 
 @pytest.mark.parametrize("status", [400, 403])
 def test_credentials_that_have_expired(monkeypatch, status):
-    """As AWS answers for a session token whose time is over; a HEAD has no body that could say so."""
+    """The response is AWS's for an expired session token; a HEAD response has no body to explain it."""
     with WrongServer(status, f"<Error><Code>ExpiredToken</Code><Token-0>{SECRET}</Token-0></Error>") as (endpoint, _):
         use_server(monkeypatch, endpoint)
         store = open_store("s3://lake/x", timeout=2, retry_for=2)

@@ -15,7 +15,7 @@ from atoll.errors import InputError
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=list(OBJECTIVES))
 @pytest.mark.parametrize("weighting", ["plain", "min-snr"])
 def test_the_loss_is_least_at_the_perfect_expert(objective, weighting, rng):
-    """The closed-form expert beats any other, here itself with a small error, as a minimum must."""
+    """The closed-form expert beats itself with a small error added, as a minimum must."""
     data = ClusteredGaussians.random(1, 3, 6)
     objective = Objective(objective.prediction, objective.schedule, objective.time, weighting)
     perfect = data.expert(0, objective.prediction, objective.path)

@@ -1,4 +1,4 @@
-"""The proof that mixed objectives add up: perfect experts of every kind make the one true velocity field."""
+"""Proves that mixed objectives combine: perfect experts of every kind give the one true velocity field."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def transfer(
     conversion: Conversion = Conversion.EXACT,
     safeguards: Safeguards = Safeguards(),  # noqa: B008
 ) -> Transfer:
-    """A closed-form expert knows every noise level, also those outside a table."""
+    """Returns a transfer; a closed-form expert knows every noise level, also those outside a table."""
     everywhere = (-math.inf, math.inf)
     return Transfer(prediction, SCHEDULES[schedule], conversion, safeguards=safeguards, log_snr_range=everywhere)
 
@@ -35,7 +35,7 @@ def points(data: ClusteredGaussians, t: Tensor, num: int = 64) -> Tensor:
 
 
 def worst_error(data: ClusteredGaussians, transfers: list[Transfer], times: Tensor = TIMES) -> float:
-    """The largest relative error of the ensemble's velocity over points and times."""
+    """Returns the largest relative error of the ensemble's velocity over points and times."""
     worst = 0.0
     for t in times:
         x = points(data, t)
@@ -64,7 +64,7 @@ def test_the_oracle_itself(dim, rng):
 
         clusters = MixtureSameFamily(
             Categorical(data.weights), Independent(normals, 1)
-        )  # a batch of K mixtures, one a cluster
+        )  # a batch of K mixtures, one per cluster
         joint = clusters.log_prob(x.detach()[:, None]) + data.weights.sum(1).log()
         torch.testing.assert_close(data.posterior(x.detach(), at), torch.softmax(joint, 1))
 
@@ -127,7 +127,7 @@ def test_mixed_trajectories_are_those_of_velocity_experts(dim, solver, rng):
 
 
 def test_single_precision_is_enough_for_sampling(rng):
-    """Outside the last thousandth at either end, float32 costs an exact expert next to nothing."""
+    """Except within 0.001 of either end, float32 costs an exact expert almost no accuracy."""
     data = ClusteredGaussians.random(4, 3, 8)
     single = ClusteredGaussians(data.means.float(), data.variances.float(), data.weights.float())
     for name, prediction in itertools.product(SCHEDULES, Prediction):

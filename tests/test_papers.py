@@ -41,7 +41,7 @@ class TestArchitectures:
         ("name", "millions"),
         [
             ("xl/2", 605.97),  # HDDM: 605M
-            ("xl/2:zero", 823.6),  # of HDDM's 891M (second-hand) and DDM's 895M it is not told what the rest is
+            ("xl/2:zero", 823.6),  # HDDM (second-hand) has 891M and DDM 895M; neither says what the rest is
             ("b/2:zero:blind", 129.7),  # HDDM, Table 1: 129M
             ("b/2", 118.6),
         ],
@@ -138,7 +138,7 @@ class TestNative:
 
 
 def test_damping_acts_at_high_noise_alone():
-    """Under this reading, the velocity is divided by pi/2, the steepest slope of the cosine schedule."""
+    """Interpreted this way, the velocity is divided by pi/2, the steepest slope of the cosine schedule."""
     x = torch.randn(4, 3)
 
     def velocity(name, t):
@@ -158,7 +158,7 @@ def test_sampling_two_experts():
     chosen = weights > 1e-6
     assert not bool(chosen[:, 3].any())
     assert chosen[:2000].sum(1).unique().tolist() == [2]
-    assert chosen[2000:].sum(1).unique().tolist() == [1]  # where there is only one, it has all weight
+    assert chosen[2000:].sum(1).unique().tolist() == [1]  # a single expert has all weight
     both = weights[:2000][chosen[:2000, 0] & chosen[:2000, 1]]
     torch.testing.assert_close(both[0, :2], torch.tensor([0.625, 0.375]))
     # Without the first: p_1 p_2 (1 / (1 - p_1) + 1 / (1 - p_2)).
@@ -185,7 +185,7 @@ def test_a_pretrained_network_takes_the_way_of_a_published_one(tmp_path):
         torch.testing.assert_close(converted.network(x, t), network.eval()(x, t), rtol=0, atol=1e-5)
     expert = convert(tmp_path / "dit.safetensors", replace(options, text_dim=12)).network
     assert (expert.config.adaln, expert.config.text_dim) == ("single", 12)
-    assert expert.state_dict()["blocks.1.cross.out.weight"].abs().max() == 0  # silent at first
+    assert expert.state_dict()["blocks.1.cross.out.weight"].abs().max() == 0  # no effect at first
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_originals_are_the_images_themselves(digits, tmp_path):
 
 
 def test_lpips_is_that_of_torchmetrics(tmp_path, monkeypatch):
-    """Its channel weights come with torchmetrics; AlexNet's own cannot be had here, so those are random."""
+    """Its channel weights come with torchmetrics; AlexNet's own are not available here, so those are random."""
     theirs = pytest.importorskip("torchmetrics.functional.image.lpips")
     torch.manual_seed(0)
     relu, pool = nn.ReLU(), nn.MaxPool2d(3, 2)
@@ -272,7 +272,7 @@ class TestProtocols:
         assert how["12.45"] == (7.5, 50, None)
         assert how["19.75"] == how["15.09"] == (6.0, 75, "paper")
         assert how["11.88"] == (7.5, 50, "paper")
-        # Ours stands beside the paper's: the default, which calibrates DDPM experts and leaves FM ones as they are.
+        # Ours is compared with the paper's: the default calibrates DDPM experts and leaves FM ones unchanged.
         assert [row.sampling.conversion for row in study.rows[1:]] == ["paper", None] * 3
         mixed = next(row for row in study.rows if row.hddm == "11.88").model
         kinds = [part.settings.objective for part in mixed.parts[:-1]]
@@ -292,7 +292,7 @@ class TestProtocols:
         assert Recipe.read("reproduce_paper_table1").data.num == 3_900_000
 
     def test_a_student_and_its_rivals(self):
-        """DDM trains them for 400,000 steps, half of its experts' number, and gives the rival four times the batch."""
+        """DDM trains them for 400,000 steps, half as many as its experts, and gives the rival four times the batch."""
         _, student, rival, equal = (row.model.parts[0].settings for row in self.rows("student", "reproduce_ddm").rows)
         assert (student.steps, rival.steps, equal.steps) == (400_000,) * 3
         assert (student.batch, rival.batch, equal.batch) == (32, 128, 32)
@@ -321,7 +321,7 @@ class TestProtocols:
         assert {row.sampling.routing for row in study.rows[1:]} >= {"by_time:0.2", "by_time:0.5"}
 
     def test_every_command_of_the_plan_is_one(self, monkeypatch):
-        """Each is read by the command line itself, up to where it would begin to work."""
+        """Each is parsed by the command line itself, up to the point where work would begin."""
         found = []
         for verb, command in list(VERBS.items()):
             monkeypatch.setitem(VERBS, verb, _listen(command, verb, found))

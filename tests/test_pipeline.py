@@ -1,4 +1,4 @@
-"""From a model folder and texts to pictures: in Python and by the command."""
+"""From a model folder and texts to images, in Python and by the command."""
 
 import io
 import json
@@ -58,12 +58,12 @@ def pipe(model) -> AtollPipeline:
 
 @pytest.fixture
 def mine(model, tmp_path) -> Path:
-    """A copy to spoil."""
+    """Returns a copy to damage."""
     return Path(shutil.copytree(model, tmp_path / "mine"))
 
 
 def sign(folder: Path) -> None:
-    """Make cards and index vouch for the files as they are now, as a stranger would who has changed them."""
+    """Updates the hashes in cards and index after a change of files, as an attacker would."""
     index = ModelIndex.read(folder)
     for path in folder.glob("*/config.json"):
         about = json.loads(path.read_text())
@@ -220,7 +220,7 @@ class TestCallback:
         made = pipe(PROMPTS, seed=0, batch_size=2, callback_on_step_end=watch, **FEW)
         assert steps == [0, 1]
         assert len(made.images) == len(made.seeds) == len(made.trace) == len(made.prompts) == 2
-        assert len(pipe(PROMPTS, seed=0, **FEW).images) == 4  # the next run is whole again
+        assert len(pipe(PROMPTS, seed=0, **FEW).images) == 4  # the next run is complete again
 
     def test_it_may_raise(self, pipe):
         def fail(*_):
@@ -231,7 +231,7 @@ class TestCallback:
 
 
 class TestOnAGpu:
-    """A simulated one."""
+    """Runs on a simulated GPU."""
 
     def test_a_step_stalls_it_once(self, model):
         options = {"seed": 0, "previews": 2, "output_type": "latent", "progress": False}
@@ -246,7 +246,7 @@ class TestOnAGpu:
     @pytest.mark.filterwarnings("ignore:the velocity of expert_1")
     @pytest.mark.parametrize("fails_below", [0.0, 0.6])
     def test_images_and_traces_are_those_of_the_cpu(self, model, monkeypatch, fails_below):
-        """Also where an expert fails on the way, so that the batch is made again."""
+        """This also holds if an expert fails midway, so that the batch is generated again."""
         velocity = VelocityExpert.velocity
 
         def failing(self: FolderExpert, x: torch.Tensor, t: torch.Tensor, *text: object) -> torch.Tensor:
@@ -296,7 +296,7 @@ class TestTrace:
         torch.testing.assert_close(made.trace[0].previews[-1].x0, made.images[0], atol=0.1, rtol=0.1)
 
     def test_the_picture_shows_the_weights(self):
-        """Two experts, the second taking over at half time: the colours are where the weights say."""
+        """With two experts, the second taking over halfway, the colours follow the weights."""
         times = tuple(1 - i / 100 for i in range(100))
         weights = torch.tensor([[1.0, 0.0]] * 50 + [[0.0, 1.0]] * 50)
         image = Image.new("RGB", (32, 32), "#123456")
@@ -330,7 +330,7 @@ class TestTrace:
             assert place[0] + font.getlength(text) < shares[place[1]] - 5
 
     def test_pictures_of_awkward_things(self):
-        """More experts than colours or room, a missing one, no text, and a word without end."""
+        """More experts than colours or room, a missing one, no text, and an endless word."""
         trace = ImageTrace((1.0,), torch.full((1, 40), 1 / 40))
         image = Image.new("RGB", (64, 64))
         drawn = draw_trace(trace.times, trace.weights, image, [], ["missing"] * 40, "")
@@ -342,7 +342,7 @@ class TestTrace:
         "text", ["word " * 1000, "x" * 5000, "\ufdfa" * 5000, "a " + "\u0315\u0316" * 5000, "i " * 2500]
     )
     def test_long_texts_are_measured_a_few_times(self, monkeypatch, text):
-        """Each line is found by halving: measuring it for every character took seconds."""
+        """Line breaks are found by bisection: measuring at every character took seconds."""
         measured = []
         length = ImageFont.FreeTypeFont.getlength
         monkeypatch.setattr(
@@ -416,7 +416,7 @@ class TestFolder:
         torch.testing.assert_close(made.trace[0].weights.sum(1), torch.ones(4))
 
     def test_with_the_vae_and_clip_of_stable_diffusion(self, kl, clip, tmp_path, monkeypatch):
-        """Tiny ones of the very classes: with a tokenizer, a codec of its own dtype, and texts that are cut."""
+        """Tiny instances of the real classes, with a tokenizer, a codec with its own dtype, and truncated texts."""
         monkeypatch.setattr("atoll.training.expert.EVALUATED_AT_THE_END", 64)
         prepare(Source("shapes", num=40, size=32), tmp_path / "data",
                 PrepareSettings(size=32, codec=f"vae:{kl}", text=f"clip:{clip}", holdout=0.2), 0,
@@ -435,7 +435,7 @@ class TestFolder:
 
     @pytest.fixture
     def sent(self, monkeypatch) -> dict[str, bytes]:
-        """What would be uploaded to the hub, without a network."""
+        """Captures what would be uploaded to the hub, without a network."""
         sent = {}
 
         class Hub:
@@ -542,7 +542,7 @@ class TestSpoilt:
         data, run = parts(tmp_path_factory.getbasetemp())
         assemble([run / "monolith"], None, tmp_path / "linked", data)
         model = Path(shutil.copytree(tmp_path / "linked", tmp_path / "model"))
-        edit(model / "expert_0", "sha256", value={})  # so that the index alone knows
+        edit(model / "expert_0", "sha256", value={})  # so that only the index has the hash
         sign(model)
         self.flip_a_bit(model / "expert_0" / "model.safetensors")
         images = SampledImages(
@@ -609,7 +609,7 @@ class TestSpoilt:
 
     @pytest.mark.parametrize("part", ["expert_1", "router", "vae", "text_encoder"])
     def test_another_part_that_fits(self, mine, part):
-        """It has the same latents, texts and cluster, but is not what was assembled."""
+        """It has the same latents, texts and cluster, but is not the one that was assembled."""
         about = json.loads((mine / part / "config.json").read_text())
         (mine / part / "config.json").write_text(json.dumps(about, indent=1))
         with pytest.raises(InputError, match=f"{part}/config.json is not the file"):
@@ -790,7 +790,7 @@ class TestCommand:
             assert np.abs(one - other).max() <= 1
 
     def test_nothing_of_an_earlier_run_is_lost(self, model, tmp_path, capsys):
-        """The newest file has the plain name, an older one the next free number; a rerun changes nothing."""
+        """The newest file has the plain name, older ones the next free number; a rerun changes nothing."""
         self.run(model, tmp_path, "a robot", "--trace", "--routing", "full")
         first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         assert "earlier runs" not in capsys.readouterr().out
@@ -813,7 +813,7 @@ class TestCommand:
         assert "1 image of 1 prompt, and grid.png\n1 file of earlier runs" in capsys.readouterr().out
 
     def test_what_has_the_name_of_an_image(self, model, tmp_path, capsys):
-        """A link, also to elsewhere, and a FIFO are renamed and not followed; a folder stays, with a sentence."""
+        """A link, also to elsewhere, and a FIFO are renamed and not followed; a folder stays, with an error."""
         (tmp_path / "mine.txt").write_text("mine")
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "a-0.png").symlink_to(tmp_path / "mine.txt")
@@ -897,7 +897,7 @@ class TestCommand:
         assert len(list(tmp_path.glob("a-*.png"))) == 4
 
     def test_the_folder_is_tried_first(self, tmp_path, capsys):
-        """Before the model, which is not there either; and it goes again."""
+        """The output folder is tried before the missing model is reported, and is removed again."""
         (tmp_path / "file").write_text("")
         for out, sentence in (("file", "cannot write"), ("a\0b", "cannot write"), ("new", "is not a folder")):
             with pytest.raises(SystemExit):

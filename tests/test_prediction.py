@@ -39,7 +39,7 @@ def test_every_estimate_makes_up_x(schedule, kind, t, output, x):
 @pytest.mark.parametrize("kind", Prediction)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_proposition_1(kind, name, rng):
-    """The squared error of a prediction is w(t) times that of the x0 behind it, whatever the error."""
+    """The squared error of a prediction is w(t) times that of the x0 it implies, whatever the error."""
     t = torch.rand(50, generator=rng, dtype=torch.float64) * 0.98 + 0.01
     at = SCHEDULES[name](t)
     x0, eps, error = torch.randn(3, 50, 7, generator=rng, dtype=torch.float64)

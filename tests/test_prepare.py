@@ -1,4 +1,4 @@
-"""From source to data set: the same bytes however it is made, and nothing lost when it is not."""
+"""From source to data set: the same bytes however it is made, and nothing lost when it is interrupted."""
 
 import hashlib
 import json
@@ -39,12 +39,12 @@ def make(out: Path, source: Source | None = None, settings: PrepareSettings = SM
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below, hidden ones too."""
+    """Returns the content of every file below, including hidden ones."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def unfinish(folder: Path) -> None:
-    """Takes dataset.json back to what a run writes when it begins."""
+    """Resets dataset.json to what a run writes at its start."""
     path = folder / "dataset.json"
     begun = {**json.loads(path.read_text()), "complete": False}
     path.write_text(json.dumps({key: value for key, value in begun.items() if key in BegunDatasetCard.model_fields}))
@@ -111,7 +111,7 @@ class TestSplit:
         held = [split_of(digest, 0.05) == HELD_OUT for digest in digests]
         assert 0.045 < np.mean(held) < 0.055
         more = [split_of(digest, 0.1) == HELD_OUT for digest in digests]
-        assert all(b for a, b in zip(held, more, strict=True) if a)  # raising the share keeps those that were held out
+        assert all(b for a, b in zip(held, more, strict=True) if a)  # a larger share keeps those held out before
         assert split_of(digests[0], 0.0) == TRAIN
 
     def test_it_never_changes_when_data_is_added(self, tmp_path):
@@ -226,7 +226,7 @@ class TestSameBytes:
     @pytest.mark.slow
     @pytest.mark.timeout(1800)
     def test_after_kills_at_random_times(self, tmp_path):
-        """kill -9 of the real process, with workers, at random moments; then the same command to the end."""
+        """The real process and its workers are killed at random moments, then the command is rerun to the end."""
         source = write(tmp_path / "in", {f"{i}.txt": f"picture {i}" for i in range(400)})
         write(source, {f"{i}.png": png(i % 390) if i % 50 else b"broken" for i in range(400)})
         program = (
@@ -246,7 +246,7 @@ class TestSameBytes:
             wait = 1.0 + rng.random() * 5
             try:
                 process.wait(wait)
-                # It got to the end first: take a part of the work back, so that there is something to interrupt.
+                # It finished first: undo part of the work, so that there is something to interrupt.
                 unfinish(out)
                 for path in sorted((out / "shards").glob("*"))[rng.randrange(20) :]:
                     path.unlink()
@@ -265,7 +265,7 @@ class TestSameBytes:
 
     @pytest.mark.bits
     def test_a_slow_codec_loses_a_few_images(self, kl, tmp_path, monkeypatch):
-        """With a codec that takes seconds per image, shards are small: a killed run repeats no more than one."""
+        """A codec that takes seconds per image gets small shards: a killed run repeats at most one."""
         source, settings = Source("shapes", num=80, size=32), PrepareSettings(size=32, codec=f"vae:{kl}")
         make(tmp_path / "whole", source, settings)
         encode, encoded, stop_after = module.Encoders.encode, [], [0]
@@ -287,7 +287,7 @@ class TestSameBytes:
         assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
     def test_shards_of_another_size(self, tmp_path, monkeypatch):
-        """A run resumes after what it has, whatever the number of images per shard was."""
+        """A run resumes after its existing shards, whatever their number of images."""
         monkeypatch.setattr(module, "CHUNK", 48)
         make(tmp_path / "d")
         unfinish(tmp_path / "d")
@@ -371,7 +371,7 @@ class TestRefused:
 
 
 class TestChanged:
-    """What was begun with one thing is not finished with another."""
+    """A run is not finished with other inputs than it was started with."""
 
     def test_a_caption(self, tmp_path):
         place = write(tmp_path / "in", {"a.png": png(), "a.txt": "a"})
@@ -395,7 +395,7 @@ class TestChanged:
 
 @pytest.mark.slow
 def test_many_more_shards_than_files_may_be_open(tmp_path):
-    """A data set of millions has more shards than a process may hold open."""
+    """A data set of millions has more shards than a process may have files open."""
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "from atoll.data import prepare as p, shards; from atoll.data.sources import Source\n"
@@ -467,7 +467,7 @@ class TestOpening:
     @pytest.mark.slow
     @pytest.mark.parametrize("at", [0.1, 0.5, 0.999])
     def test_a_flipped_bit(self, tmp_path, at, chunks_of_64):
-        """Of latents, most of which are as likely as any other, nobody else would notice."""
+        """In latents, where any value is plausible, nothing else would notice it."""
         make(tmp_path / "d")
         path = tmp_path / "d" / "shards" / "00001.safetensors"
         content = bytearray(path.read_bytes())
@@ -554,7 +554,7 @@ class TestOpening:
             Dataset.open(tmp_path / "d").column("latents")[:]
 
     def test_a_file_that_is_cut_short_or_replaced_meanwhile(self, tmp_path):
-        """Mapped into memory, it would end the process."""
+        """If it were memory-mapped, this would kill the process."""
         data = make(tmp_path / "d")
         path = data.shards[0].path
         assert len(data.column("latents")[:3]) == 3
@@ -622,7 +622,7 @@ def test_webdataset_to_data_set(tmp_path):
 
 @pytest.mark.parametrize("autoencoder", ["kl", "tiny"])
 def test_the_real_classes(autoencoder, clip, dino, tmp_path, request):
-    """Tiny AutoencoderKL, AutoencoderTiny, CLIP and DINOv2 from folders, by the code path of published weights."""
+    """Tiny AutoencoderKL, AutoencoderTiny, CLIP and DINOv2 from folders, through the code path of published weights."""
     vae = request.getfixturevalue(autoencoder)
     settings = PrepareSettings(size=32, codec=f"vae:{vae}", text=f"clip:{clip}", features=f"dino:{dino}")
     data = make(tmp_path / "d", Source("shapes", num=40, size=32), settings)

@@ -1,4 +1,4 @@
-"""Images that are read and encoded by other processes: the bytes of the data set stay the same."""
+"""Images read and encoded by other processes: the data set has the same bytes."""
 
 import io
 import pickle
@@ -18,7 +18,7 @@ SETTINGS = PrepareSettings(size=16, codec="pca:plain", holdout=0.1, flip=True)
 
 
 def by_value(function, values, then=None):
-    """Calls functions that were sent here, on values that were, as other machines would."""
+    """Calls functions on values, both sent by pickling as to other machines."""
     sent = [pickle.dumps(step) for step in (function, then) if step]
     for value in values:
         for step in sent:

@@ -1,4 +1,4 @@
-"""What a text alone says of a picture: against scikit-learn's ridge, and where it must say nothing."""
+"""What a text alone predicts of an image: against scikit-learn's ridge, and where it must predict nothing."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from atoll.networks.text_prior import RIDGES, TextPrior
 
 
 def data(num=400, dim=6, seed=0):
-    """Latents that are linear in the text, and noise."""
+    """Returns latents that are linear in the text, plus noise."""
     g = torch.Generator().manual_seed(seed)
     texts = torch.randn(num, dim, generator=g) + 1
     weight = torch.randn(dim, 3 * 2 * 2, generator=g)
@@ -61,7 +61,7 @@ def test_it_goes_no_further_than_the_captions_do():
     texts, latents = data()
     prior = fit(texts, latents)
     far = prior.of(1000 * texts[:20, None])
-    assert float((far - prior.mean).flatten(1).norm(dim=1).max()) < 0.05 * prior.limit  # it is like none of them
+    assert float((far - prior.mean).flatten(1).norm(dim=1).max()) < 0.05 * prior.limit  # it resembles none of them
     near = prior.of(texts[:20, None])
     assert float((near - prior.mean).flatten(1).norm(dim=1).max()) <= prior.limit * 1.0001
 

@@ -16,7 +16,7 @@ from atoll.cli.main import VERBS, main
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [path for path in DOCS if path.name != "LOG.md"]  # the log quotes commands of its time
+PAGES = [path for path in DOCS if path.name != "LOG.md"]  # the log quotes outdated commands
 FIXTURES = Path(__file__).parent / "data" / "before_hashes"  # a tiny model and its data
 
 every_page = pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The refiner after a PCA decoder, and lapped patches: what they do to noise and seams, and what they leave alone."""
+"""The refiner after a PCA decoder, and lapped patches: their effect on noise and seams, and what must not change."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ OLD = Path(__file__).parent / "data" / "before_hashes" / "data"
 
 
 def seam_ratio(images: torch.Tensor, patch: int) -> float:
-    """Returns the mean absolute difference across borders of patches over that elsewhere."""
+    """Returns the mean absolute difference across patch borders, relative to that elsewhere."""
     along = (images.diff(dim=3).abs().mean((0, 1, 2)) + images.diff(dim=2).abs().mean((0, 1, 3))) / 2
     at_border = torch.arange(1, images.shape[3]) % patch == 0
     return float(along[at_border].mean() / along[~at_border].mean())
@@ -48,7 +48,7 @@ def refined() -> PatchPCA:
 
 class TestRefiner:
     def test_noise_and_seams(self, plain, refined):
-        """On images that it has not seen."""
+        """Measured on unseen images."""
         images = pictures(64, 16, seed=1)
         latents = plain.encode(images)
         for level, most in ((0.25, 0.9), (0.5, 0.75)):
@@ -64,7 +64,7 @@ class TestRefiner:
         assert torch.equal(refined._decode(plain.encode(images)), plain.decode(plain.encode(images)))
 
     def test_experts_of_either_fit_together(self, plain, refined):
-        """The same latents have the same fingerprint; what is kept of decoded images tells the decoders apart."""
+        """Equal latents have equal fingerprints; caches of decoded images distinguish the decoders."""
         ours, theirs = refined.describe(), plain.describe()
         assert (ours.spec, theirs.spec) == ("pca:4x12", "pca:4x12:plain")
         require_same(ours, theirs, "codec", Path("a"), "b")
@@ -118,7 +118,7 @@ class TestRefiner:
     @pytest.mark.parametrize(("size", "patch", "num"), [(28, 7, 12), (37, 1, 3), (16, 16, 12), (96, 8, 12), (12, 3, 6)])
     @pytest.mark.parametrize("lapped", [False, True])
     def test_sizes(self, monkeypatch, size, patch, num, lapped):
-        """Odd patches, a single one, and images that are cropped."""
+        """Odd numbers of patches, a single one, and cropped images."""
         monkeypatch.setattr(refiner, "STEPS", 3)
         images = pictures(20, size)
         codec = PatchPCA.fit(images, patch, num, lapped=lapped, refine=True)
@@ -141,7 +141,7 @@ class TestRefiner:
         assert steps == [4, 16, 600]
 
     def test_long(self, monkeypatch, tmp_path):
-        """Fitted for longer, in other weights; the latents are the same."""
+        """A longer fit gives other weights and the same latents."""
         monkeypatch.setattr(refiner, "STEPS", 2)
         monkeypatch.setattr(refiner, "LONG_STEPS", 5)
         images = pictures(40, 16)
@@ -192,10 +192,10 @@ class TestLapped:
 
     @pytest.mark.slow
     def test_a_refiner_that_is_told_of_seams(self):
-        """Leaves weaker ones than the squared error alone, at nearly the same error, where images have none."""
+        """It leaves weaker seams than the squared error alone, at nearly the same error, in images without seams."""
         rng = torch.Generator().manual_seed(2)
         waves = torch.randn(320, 3, 20, 20, generator=rng)
-        images = torch.nn.functional.avg_pool2d(waves, 5, 1).clamp(-1, 1)  # [320, 3, 16, 16], alike everywhere
+        images = torch.nn.functional.avg_pool2d(waves, 5, 1).clamp(-1, 1)  # [320, 3, 16, 16], stationary
         images, others = images[:256], images[256:]
         lapped = PatchPCA.fit(images, 4, 6, lapped=True)
         latents, given = lapped.encode(images), noisy(lapped.encode(others), 0.5)

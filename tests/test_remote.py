@@ -1,4 +1,4 @@
-"""Experts with their owners: the same images, an owner that refuses what is wrong, peers that go and come back."""
+"""Remote experts: the same images, an owner that refuses invalid requests, peers that fail and return."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def owner_app(folder: Path, keys: Path | None = None, samples: int = 32):
 
 @pytest.fixture(scope="module")
 def owners(served_model):
-    """Two of three experts with their owners."""
+    """Serves two of three experts remotely."""
     with (
         in_a_thread(owner_app(served_model / "expert_0")) as zero,
         in_a_thread(owner_app(served_model / "expert_1")) as one,
@@ -87,7 +87,7 @@ def test_each_sample_guided_in_its_own_way(served_model, pipe, one):
 
 
 def test_what_is_sent(one, pipe, monkeypatch):
-    """Latents once per sample and step, whatever the guidance; a text once."""
+    """Latents are sent once per sample and step, whatever the guidance; a text only once."""
     sent: list[int] = []
     request = Http.request
 
@@ -196,7 +196,7 @@ class TestOwner:
 
 
 class Peer:
-    """A peer of any behaviour, that first says it is expert 0."""
+    """A peer with a configurable behaviour, which at first presents expert 0's card."""
 
     def __init__(self, folder: Path) -> None:
         self.card, self.behaviour = FolderExpert(folder).card.values(), "good"
@@ -230,7 +230,7 @@ class Peer:
 
 @pytest.mark.parametrize("behaviour", ["slow", "huge", "wrong", "garbage", "drip", "broken"])
 def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
-    """Its weight goes to the next most probable expert, images say so, and it comes back by itself."""
+    """Its weight goes to the next most probable expert, images report it, and it returns by itself."""
     peer = Peer(served_model / "expert_0")
     with in_a_thread(peer) as url:
         expert = RemoteExpert(url, timeout=100)
@@ -265,7 +265,7 @@ def test_no_other_may_answer(served_model):
 
 
 def test_a_missing_expert_is_elsewhere(served_model, owners, pipe, tmp_path):
-    """Who serves the model need not have the weights."""
+    """The server of the model need not have the weights."""
     import shutil
 
     folder = Path(shutil.copytree(served_model, tmp_path / "model"))
@@ -280,7 +280,7 @@ def test_a_missing_expert_is_elsewhere(served_model, owners, pipe, tmp_path):
 
 
 def test_one_that_is_away_at_the_start(one, owners):
-    """Is away until it answers, if its card is known; another one in its place never is it."""
+    """With a known card it is away until it answers; another expert in its place is never accepted."""
     known = RemoteExpert("http://127.0.0.1:9", card=one.card)
     assert known.away
     assert known.shape == one.shape
@@ -312,7 +312,7 @@ def test_one_that_does_not_fit(served_model, owners):
 
 @pytest.mark.slow
 def test_killed_again_and_again(served_model, report):
-    """kill -9 of an expert's process, 5 times during 60 requests: all images finish, and those affected say so."""
+    """An expert's process is killed 5 times during 60 requests: all images finish, and affected ones report it."""
     with Command("serve-expert", served_model / "expert_0", "--port", 0) as first:
         port, processes = first.url.rsplit(":")[-1], [first.process]
         expert = RemoteExpert(first.url, timeout=5)

@@ -1,4 +1,4 @@
-"""Training redone between published checkpoints: an honest run agrees, and nothing else does."""
+"""Replayed training between published checkpoints: an honest run agrees, and nothing else does."""
 
 import json
 import os
@@ -90,7 +90,7 @@ class TestForged:
 
     @pytest.mark.parametrize("part", PARTS)
     def test_anything_that_is_learned(self, data, segment, ends, part):
-        """Moments, too: whoever could choose them would steer the next part."""
+        """This includes the moments: anyone who could choose them would steer the next segment."""
         _, after = ends
         edit_checkpoint(segment.end, {name: 1.05 * own for name, own in after.items() if name.startswith(f"{part}.")})
         assert self.error(data, segment) > TOLERANCE
@@ -146,7 +146,7 @@ class TestChain:
         refused(submission, data, "not finite")
 
     def test_a_leap_is_always_redone(self, submission):
-        """Weights that came from elsewhere between two checkpoints, in a run that is honest before and after."""
+        """Foreign weights are inserted between two checkpoints of an otherwise honest run."""
         parts = parts_of(submission)
         for segment in parts[3:]:
             own = read_tensors(segment.end, "")

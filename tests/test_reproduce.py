@@ -1,4 +1,4 @@
-"""The papers' comparisons: equal budgets, parts trained once, and a table that says what it is."""
+"""The papers' comparisons: equal budgets, parts trained once, and a labelled table."""
 
 import functools
 import inspect
@@ -62,7 +62,7 @@ def parts_in(names, lab):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_study_has_the_same_budget(name, recipe):
-    """However many experts, one step of all of them has as many images as one of the monolith."""
+    """With any number of experts, one step of all of them has as many images as one of the monolith."""
     study = get_studies([name], lab_of(recipe, 4, seed=7))[name]
     for row in study.rows:
         experts = [part for part in row.model.parts if "router" not in part.folder.name]
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_recipe(recipe, tmp_path):
 
 
 def test_the_tables():
-    """The best is bold where it leads by more than the deviations, and the papers' figures are beside it."""
+    """The best is bold if it leads by more than the deviations, and the papers' figures are shown beside it."""
 
     def row(name, distance, error, flops, **more):
         figures = {
@@ -140,7 +140,7 @@ def test_the_tables():
 
 
 def test_first_weights(recipe):
-    """The DiT whose weights are the experts' first ones is one for all seeds, and trained before them."""
+    """The DiT that initialises the experts is shared by all seeds, and trained before them."""
     parts = parts_in(["init"], lab_of(recipe, 4))
     names = [part.folder.name for part in parts]
     own = {f"kmeans_4_{kind}_0{start}" for kind in ("fm", "ddpm") for start in ("", "_from_pretrained")}
@@ -154,7 +154,7 @@ def test_first_weights(recipe):
 
 class TestPaperScale:
     def test_every_command_of_the_page_is_one(self, monkeypatch):
-        """Each is read by the command line itself, up to where it would begin to work."""
+        """Each is parsed by the command line itself, up to the point where work would begin."""
         page = Path(__file__).parent.parent / "docs" / "hardware.md"
         found = []
         for verb, command in list(VERBS.items()):
@@ -166,7 +166,7 @@ class TestPaperScale:
         assert len(found) == len(commands)
         folders = [Path(kept["out"]) for _, kept in found if "out" in kept]
         made = {str(path) for out in folders for path in (out, out.parent)}  # or the folder of all experts
-        for verb, kept in found:  # what is read has been made by a command above
+        for verb, kept in found:  # every input was made by a command above
             used = {"assemble": kept.get("experts", ()), "evaluate": kept.get("folders", ())[:-1]}.get(verb, ())
             assert {str(path) for path in used} <= made
         trained = [kept for verb, kept in found if verb == "train"]
@@ -194,7 +194,7 @@ def _line_of(name, lines):
 
 
 def _listen(command, verb, found):
-    """A command with the same flags that only tells how it was called."""
+    """Returns a command with the same flags that only records how it was called."""
 
     @functools.wraps(command)
     def told(*args, **kwargs):
@@ -226,7 +226,7 @@ def _listen(command, verb, found):
     ],
 )
 def test_a_wrong_recipe_is_refused_before_anything_is_done(wrong, words, tmp_path):
-    """Nothing is written, so that the recipe can be mended."""
+    """Nothing is written, so that the recipe can be fixed."""
     key = wrong.partition(" =")[0]
     lines = [line for line in RECIPE.splitlines() if not line.startswith(f"{key} =")]
     head, table = wrong.split("\n") if wrong.startswith("[") else ("[study]", wrong)
@@ -277,14 +277,14 @@ def test_from_data_to_tables(recipe, tmp_path, capsys, monkeypatch):
     assert "not Inception FID" in text
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")}
     pictures = tmp_path / "out" / "evaluation" / "pictures"
-    pictures.rename(kept := pictures.with_name("kept"))  # what is measured is not measured again
+    pictures.rename(kept := pictures.with_name("kept"))  # what was measured is not measured again
     capsys.readouterr()
     main(command)  # nothing is left to do
     assert not pictures.exists()
     kept.rename(pictures)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")} == before
     assert (tmp_path / "out" / "results.md").read_text() == text
-    recipe.write_text(recipe.read_text().replace("num = 8", "num = 6"))  # of what is judged, not of what is trained
+    recipe.write_text(recipe.read_text().replace("num = 8", "num = 6"))  # affects evaluation, not training
     main([*command, "--seeds", "1"])
     for name in ("table3", "table4", "init"):
         assert (tmp_path / "out" / f"{name}.png").exists()

@@ -1,4 +1,4 @@
-"""FLOPs and bytes are counted right: by hand, and as torch counts them on real tensors."""
+"""FLOPs and bytes are counted correctly: by hand, and as torch counts them on real tensors."""
 
 from dataclasses import replace
 from functools import cache
@@ -35,8 +35,8 @@ training = cache(training_work)
 def products(config, num_times):
     """Returns the FLOPs of a forward pass, written out.
 
-    They are those of maps whose input needs no gradient, of the others outside of blocks, and of a block's keys and
-    values of the text, its other linear maps, and its attention.
+    They are split into maps whose input needs no gradient, others outside of blocks, and per block the keys and values
+    of the text, the other linear maps, and attention.
     """
     n, d, pixels = config.num_tokens, config.hidden_size, config.in_channels * config.patch_size**2
     ends = 2 * B * n * pixels * d + 2 * num_times * 256 * d + 2 * B * LENGTH * config.text_dim * d
@@ -53,7 +53,7 @@ def real_inputs(config):
 
 
 def count(function):
-    """Counts what a function moves, on real tensors."""
+    """Counts the operations and bytes of a function, on real tensors."""
     with Traffic() as traffic:
         function()
     return Work(traffic.operations()), Work(traffic.operations(compiled=True))

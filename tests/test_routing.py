@@ -1,4 +1,4 @@
-"""Routing policies: rows sum to 1, and each is what its name says."""
+"""Routing policies: rows sum to 1, and each does what its name says."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_by_hand():
 
 
 def test_the_switch():
-    """High noise to flow matching, low noise to the others; the most probable of them."""
+    """High noise goes to flow matching, low noise to the others, each time to the most probable one."""
     is_flow = torch.tensor([True, False, True, False])
     assert by_time(P, torch.tensor(0.7), is_flow, 0.5).argmax(1).tolist() == [2, 0]
     assert by_time(P, torch.tensor(0.5), is_flow, 0.5).argmax(1).tolist() == [1, 3]

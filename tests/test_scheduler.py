@@ -1,4 +1,4 @@
-"""Step-level batching: each image is the pipeline's, whatever else is in flight; fair, bounded, faults kept apart."""
+"""Step-level batching: each image equals the pipeline's, whatever else is in flight; fair, bounded, faults isolated."""
 
 import asyncio
 import random
@@ -41,7 +41,7 @@ def scheduler(served_model):
 
 
 class Told:
-    """What a scheduler tells of some images."""
+    """Collects a scheduler's events for some images."""
 
     def __init__(self, num: int) -> None:
         self.events: list[list[Event]] = [[] for _ in range(num)]
@@ -113,7 +113,7 @@ def test_every_image_is_the_pipeline_s(scheduler, pipe, num, steps, report):
 
 
 def test_images_of_one_time_share_it(scheduler, pipe):
-    """The fast path of networks, for images that started together."""
+    """Images that started together use the networks' fast path."""
     jobs = [make_job(pipe, seed) for seed in range(4)]
     told = Told(4)
     scheduler().submit(jobs, told.calls())
@@ -137,7 +137,7 @@ def test_previews(scheduler, pipe):
 
 
 def test_the_first_preview_is_ready_before_the_next_step(scheduler, pipe, monkeypatch):
-    """The scheduler's own thread decodes it; one that cannot be decoded ends its own request alone."""
+    """The scheduler's own thread decodes it; one that cannot be decoded fails only its own request."""
     many, order, threads = scheduler(), [], []
     answer, render = Mixture.answer, many.pipe.render
 
@@ -180,7 +180,7 @@ def test_the_first_preview_is_ready_before_the_next_step(scheduler, pipe, monkey
 
 
 class Gate:
-    """Holds a scheduler back until it is opened, and counts its steps."""
+    """Blocks a scheduler until it is opened, and counts its steps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allowed, self.seen = threading.Semaphore(0), list[list[str]]()
@@ -204,7 +204,7 @@ def running(one: Scheduler) -> list[str]:
 
 
 def test_who_joins_and_leaves(scheduler, pipe, monkeypatch):
-    """New ones join at the next step, cancelled ones leave at the next."""
+    """New images join at the next step, and cancelled ones leave."""
     gate, one, told = Gate(monkeypatch), scheduler(), Told(2)
     first = one.submit([make_job(pipe, steps=50, client="a")], told.calls()[:1])[0]
     gate.step()
@@ -222,7 +222,7 @@ def test_who_joins_and_leaves(scheduler, pipe, monkeypatch):
 
 
 def test_clients_share_the_places(scheduler, pipe, monkeypatch):
-    """One with many images gives places up to one who comes later; the paused image is still the pipeline's."""
+    """One with many images gives up places to a later one; the paused image still equals the pipeline's."""
     gate, one, told = Gate(monkeypatch), scheduler(images=4), Told(9)
     jobs = [make_job(pipe, seed, client="many", steps=6) for seed in range(8)] + [
         make_job(pipe, 9, client="one", steps=6)
@@ -256,7 +256,7 @@ def test_places_by_memory(served_model):
 
 
 def test_a_failure_is_one_image_s(scheduler, pipe, monkeypatch):
-    """One whose every expert fails, in a batch with others; and one of a routing that the model has not."""
+    """Tested with an image whose experts all fail, in a batch with others, and one with a routing the model lacks."""
     velocity = VelocityExpert.velocity
 
     def failing(self: FolderExpert, x: torch.Tensor, *rest: object) -> torch.Tensor:

@@ -27,7 +27,7 @@ def test_derivatives_equal_autograd(schedule):
 
 @schedules
 def test_derivatives_equal_finite_differences(schedule):
-    """Autograd differentiates what we wrote; differences see what it does."""
+    """Autograd would only differentiate our code; finite differences check its values."""
     h = 1e-7
     t = torch.linspace(0.01, 0.99, 97, dtype=torch.float64) + 1e-4 / math.pi  # off the knots of the tables
     at, up, down = schedule(t), schedule(t + h), schedule(t - h)
@@ -65,7 +65,7 @@ def test_the_ends(schedule):
 
 @pytest.mark.parametrize("schedule", [LINEAR, Cosine()], ids=["linear", "cosine"])
 def test_single_precision_keeps_its_digits_at_the_ends(schedule):
-    """alpha near t = 1 and sigma near t = 0 are small numbers that later divide."""
+    """alpha near t = 1 and sigma near t = 0 are small divisors."""
     distance = torch.logspace(-7, -1, 50)
     for t in (distance, 1 - distance):
         single, double = schedule(t), schedule(t.double())

@@ -1,4 +1,4 @@
-"""The API: as OpenAI's own client speaks it, and closed to whatever is not a proper request."""
+"""The API: compatible with OpenAI's own client, and closed to improper requests."""
 
 import base64
 import hashlib
@@ -164,7 +164,7 @@ class TestOpenAI:
 
 
 class TestRefused:
-    """Each gets a sentence, and the server keeps serving."""
+    """Each improper request gets a one-sentence error, and the server keeps serving."""
 
     @pytest.mark.parametrize(
         ("body", "status", "sentence"),
@@ -215,7 +215,7 @@ class TestRefused:
 
     def test_without_json(self, url):
         answer = httpx.post(url + PATH, content=json.dumps(ASK), headers={"content-type": "text/plain"})
-        assert answer.status_code == 415  # a page elsewhere can send this without asking first
+        assert answer.status_code == 415  # other sites can send this without a preflight request
 
     def test_a_body_without_an_end(self, url):
         def drip():
@@ -240,7 +240,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil.example", "[::1", "a b", ""])
     def test_names_that_are_not_ours(self, url, host):
-        """As a site whose DNS leads here would call us."""
+        """These are what a DNS rebinding attack would send."""
         assert httpx.get(f"{url}/v1/models", headers={"host": host}).status_code in (400, 421)
 
     @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
@@ -292,7 +292,7 @@ class TestKeys:
             assert httpx.get(url + path).status_code == 401
         for header in ("Bearer wrong", "Basic abc", "Bearer", f"bearer{KEY}", "Bearer " + "x" * 20_000):
             assert httpx.post(url + PATH, json=ASK, headers={"authorization": header}).status_code == 401
-        for path in ("/", "/healthz", "/readyz"):  # nothing that is anybody's
+        for path in ("/", "/healthz", "/readyz"):  # nothing private
             assert httpx.get(url + path).status_code == 200
 
     def test_limits_per_key(self, locked):
@@ -330,7 +330,7 @@ class TestKeys:
         assert client is not None
         with client.hold(2):
             access.reload()
-            assert access.client(f"Bearer {KEY}", "") is client  # what was used is not forgotten
+            assert access.client(f"Bearer {KEY}", "") is client  # its usage is kept
         path.write_text('{"keys": []}')
         access.reload()
         assert access.client(f"Bearer {KEY}", "") is None
@@ -376,7 +376,7 @@ class TestLoad:
         eventually(lambda: all(client.held == 0 for client in state.access._clients.values()))
 
     def test_answers_are_not_mixed_up(self, url, pipe):
-        """Each image says whose it is; clients that leave in between change nothing."""
+        """Each image identifies its request; clients that disconnect meanwhile change nothing."""
 
         def ask(number: int) -> None:
             rng = random.Random(number)
@@ -433,7 +433,7 @@ def test_several_models(served_model):
 
 
 def test_a_model_of_the_hub(served_model, monkeypatch):
-    """By its id, which is also its name."""
+    """It is served by its id, which is also its name."""
     asked = []
 
     def download(name, **options):
@@ -462,7 +462,7 @@ def test_credits(served_model, tmp_path):
 
 
 def test_a_new_version_takes_over(served_model, tmp_path, tmp_path_factory):
-    """Under load: every request is answered, by the old version or by the new one."""
+    """Under load, every request is answered by the old version or the new one."""
     folder = Path(shutil.copytree(served_model, tmp_path / "model"))
     data, run = parts(tmp_path_factory.getbasetemp())
     hashes: list[str] = []
@@ -491,7 +491,7 @@ def test_a_new_version_takes_over(served_model, tmp_path, tmp_path_factory):
 
 
 def test_the_command(served_model, pipe, keys, tmp_path):
-    """A process of its own: closed to other machines, silent clients are dropped, SIGHUP reloads, SIGTERM drains."""
+    """In its own process: closed to other machines, silent clients are dropped, SIGHUP reloads, SIGTERM drains."""
     arguments = [f"tiny={served_model}", "--port", 0, "--patience", 2, "--keys", keys, "--reload", 0]
     with Command("serve", *arguments) as command:
         assert command.url.startswith("http://127.0.0.1:")
@@ -514,7 +514,7 @@ def test_the_command(served_model, pipe, keys, tmp_path):
         first = base64.b64decode(answers[0].json()["data"][0]["b64_json"])
         assert near(pixels(first), ours(pipe, "a robot", 0, num_inference_steps=40))
         log = "".join(command.log)
-        assert "a robot" not in log  # what people ask for is nobody's business
+        assert "a robot" not in log  # prompts are not logged
         assert '"id": "mine-1", "client": "key-1"' in log
 
 
@@ -592,7 +592,7 @@ class TestDocs:
 
 
 def test_answers_do_not_wait_for_acknowledgements():
-    """Connections send small pieces at once: Nagle's algorithm would add 40 ms to every step of a remote expert."""
+    """Small writes are sent immediately: Nagle's algorithm would add 40 ms to every step of a remote expert."""
     with (
         listen("127.0.0.1", 0) as listening,
         socket.create_connection(listening.getsockname()),

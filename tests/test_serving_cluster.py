@@ -1,4 +1,4 @@
-"""`atoll serve --engine ray`: the same images from replicas and experts in actors; a lost replica loses nothing."""
+"""`atoll serve --engine ray`: the same images from replicas and experts in actors; losing a replica loses no image."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ ASK = {"prompt": "a robot", "seed": 5, "steps": 3, "routing": "full"}
 
 
 class TestRefused:
-    """A sentence, before anything is started."""
+    """Refused in one sentence, before anything is started."""
 
     def said(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         with pytest.raises(SystemExit) as end:
@@ -72,7 +72,7 @@ def ours(pipe: AtollPipeline, seed: int, steps: int = 3) -> np.ndarray:
 
 
 def workers(name: str) -> list[int]:
-    """Returns the Ray workers that are called so."""
+    """Returns the Ray workers of this name."""
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -86,7 +86,7 @@ def workers(name: str) -> list[int]:
 
 
 class Lossy:
-    """A handle of a model whose first replica is lost after it has shown and finished something."""
+    """A model's handle whose first replica is lost after it has shown and finished some images."""
 
     def __init__(self, lost: type[Exception], refusal: Refused | None = None) -> None:
         self.lost, self.refusal, self.make, self.asked = lost, refusal, self, list[list[int]]()
@@ -128,7 +128,7 @@ class Stream:
 
 
 class TestLost:
-    """What a client sees of it, without a cluster."""
+    """What a client sees of a lost replica, without a cluster."""
 
     def shown(self, pipe: AtollPipeline, handle: Lossy) -> list[Shown]:
         served = Replicated(Source("tiny", str(pipe.folder), {}), handle)
@@ -184,7 +184,7 @@ class TestOnACluster:
         return Command("serve", f"tiny={served_model}", *ray, *more)
 
     def test_two_replicas(self, cluster, served_model, pipe, tmp_path, tmp_path_factory):
-        """One after another on one application, which takes a while to start."""
+        """These share one application, which takes a while to start."""
         folder = Path(shutil.copytree(served_model, tmp_path / "model"))
         with self.serve(cluster, folder, "--replicas", 2) as command:
             self.as_by_one(command.url, pipe)
@@ -213,7 +213,7 @@ class TestOnACluster:
         assert httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}).status_code == 421
 
     def a_replica_is_lost(self, url: str, pipe: AtollPipeline) -> None:
-        """Under load: every image comes, and is the right one."""
+        """Under load, every image arrives and is the right one."""
         before = workers("model-tiny")
         assert len(before) == 2
 
@@ -243,7 +243,7 @@ class TestOnACluster:
         assert {version() for _ in range(6)} == {new}  # of both replicas
 
     def test_experts_in_actors(self, cluster, served_model, pipe):
-        """As from one process; one that is killed loses its weight until Ray has started it again."""
+        """Images equal those of one process; a killed expert has no weight until Ray has restarted it."""
         with self.serve(cluster, served_model, "--spread") as command:
             answer = httpx.post(command.url + PATH, json=ASK, timeout=60).json()["data"][0]
             assert np.abs(pixels(answer) - ours(pipe, 5)).max() <= 1

@@ -1,4 +1,4 @@
-"""Several captions per image and mirrored images: stored once, drawn anew at each step, and exact after any kill."""
+"""Several captions per image and mirrored images: stored once, redrawn at each step, and exact after any kill."""
 
 import json
 import os
@@ -42,14 +42,14 @@ CPU = torch.device("cpu")
 
 
 def captions_of(i: int) -> list[str]:
-    """One to five; every ninth image tells left from right in its last one."""
+    """Returns one to five captions; every ninth image's last one distinguishes left from right."""
     texts = [f"photo {i} seen by person {k}" + " and more" * k for k in range(1 + i % 5)]
     return [*texts[:-1], texts[-1] + " on the left"] if i % 9 == 0 else texts
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """90 images, each with one to five captions in a metadata.jsonl."""
+    """Returns a folder of 90 images, each with one to five captions in a metadata.jsonl."""
     place = write(tmp_path_factory.mktemp("photos"), {f"{i:03d}.png": png(i) for i in range(NUM)})
     rows = [{"file_name": f"{i:03d}.png", "caption": captions_of(i)} for i in range(NUM)]
     return write(place, {"metadata.jsonl": "\n".join(map(json.dumps, rows))})
@@ -104,7 +104,7 @@ class TestStored:
         assert main(["assign", str(clusters), "--to", str(clusters / "clusters")]) is None
 
     def test_one_caption_is_stored_as_ever(self, folder, data, tmp_path):
-        """The same first captions in .txt files, and no flips: the shards hold what they always held, to the bit."""
+        """With the same first captions in .txt files and no flips, the shards are unchanged, bit for bit."""
         place = write(tmp_path / "in", {f"{i:03d}.png": png(i) for i in range(NUM)})
         write(place, {f"{i:03d}.txt": captions_of(i)[0] for i in range(NUM)})
         prepare(Source(str(place)), tmp_path / "d", replace(SETTINGS, flip=False), 0, progress=False)
@@ -143,7 +143,7 @@ class TestResume:
     @pytest.mark.slow
     @pytest.mark.timeout(300)
     def test_killed(self, folder, tmp_path):
-        """kill -9 of the real process as soon as it has a shard, then the same command to the end."""
+        """The real process is killed as soon as it has a shard, then the command is rerun to the end."""
         script = tmp_path / "run.py"
         script.write_text(
             "import sys; from atoll.data import prepare as p; from atoll.data.sources import Source\n"
@@ -207,7 +207,7 @@ class TestDrawn:
 
     @pytest.mark.parametrize("kind", ["words", "clip"])
     def test_the_longest_text(self, folder, tmp_path, kind, request):
-        """Memory is predicted by it: the longest caption counts, not the padding."""
+        """Memory is predicted from it: the longest caption counts, not the padding."""
         spec = "words" if kind == "words" else f"clip:{request.getfixturevalue('clip')}"
         settings = PrepareSettings(size=16, codec="pixels", text=spec, holdout=0)
         prepare(Source(str(folder), num=30), tmp_path / "d", settings, 0, progress=False)
@@ -224,7 +224,7 @@ class TestDrawn:
         assert not all(torch.equal(a.t, b.t) for a, b in zip(all_steps, others, strict=True))
 
     def test_nothing_more_is_drawn_for_one_caption(self, data, tmp_path):
-        """Times, noise and dropped captions are those of data with one caption, which draws nothing else."""
+        """Times, noise and dropped captions equal those of data with one caption, which draws nothing else."""
         prepare(Source("shapes", num=60, size=16), tmp_path / "d", PrepareSettings(size=16, codec="pixels"), 0,
                 progress=False)  # fmt: skip
         plain, several = (ExpertTask(Dataset.open(path), QUICK, CPU) for path in (tmp_path / "d", data))
@@ -243,7 +243,7 @@ class TestTraining:
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["expert", pytest.param("router", marks=pytest.mark.slow)])
     def test_interrupted(self, clusters, tmp_path, monkeypatch, kind):
-        """The same weights and metrics, bit for bit, as of a run that was left alone."""
+        """Weights and metrics equal those of an uninterrupted run, bit for bit."""
 
         def run(out: Path) -> None:
             if kind == "expert":

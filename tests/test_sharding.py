@@ -1,4 +1,4 @@
-"""A network shared out to processes (FSDP2): it learns what one process teaches it, and any number can resume it."""
+"""A network sharded over processes (FSDP2): it learns the same as in one process, and any number can resume it."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def launch(processes: int, *arguments: object) -> None:
-    """Runs a command of atoll's in so many processes that share out what they train."""
+    """Runs an atoll command in so many processes, which shard what they train."""
     run = subprocess.run(
         [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "atoll.cli.main", *map(str, arguments), "--shard"],
         capture_output=True, text=True, check=False,
@@ -50,7 +50,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def apart(a: Path, b: Path) -> float:
-    """Returns how far two checkpoints are from each other, at most, of the length of each tensor."""
+    """Returns the largest difference of two checkpoints, relative to each tensor's norm."""
     ours, theirs = load_file(a), load_file(b)
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).norm() / (ours[name].norm() + 1e-12)) for name in ours)
@@ -105,7 +105,7 @@ def test_one_process_resumes_two(train, one, two, tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [2, 3])
 def test_any_number_resumes(train, one, two, tmp_path, processes):
-    """Of both kinds of checkpoint: one process's and two processes'."""
+    """Both kinds of checkpoint can be resumed: one process's and two processes'."""
     for source in (one, two):
         folder = tmp_path / source.parent.name
         shutil.copytree(source, folder)
@@ -126,7 +126,7 @@ def test_any_number_resumes(train, one, two, tmp_path, processes):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_memory(data, tmp_path, report):
-    """Of what a process has beyond its libraries, where the network is most of it: 107M parameters, batches of 4."""
+    """Measured beyond libraries, where the network dominates: 107M parameters, batches of 4."""
     program = """
 import sys
 import accelerate, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
@@ -158,7 +158,7 @@ print("grown by", peak_resident() - base)
 
 
 def test_the_text_is_read_in_blocks_to_the_same_bits():
-    """Keys and values computed within each block, as in a network that is sharded, are those computed before."""
+    """Keys and values computed within each block, as in a sharded network, equal those computed in advance."""
     torch.manual_seed(0)
     network = DiT(DiTConfig(**preset("xs/2", input_size=8, text_dim=16))).train()
     for p in network.parameters():

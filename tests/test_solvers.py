@@ -39,7 +39,7 @@ SLOPE = ClusteredGaussians(  # in one dimension, lopsided, and not Gaussian
 
 
 def quantile_solution(noise: Tensor, t: float) -> Tensor:
-    """In one dimension a flow keeps quantiles: the exact solution is F_t^-1(Phi(noise)), here by bisection."""
+    """Returns the exact solution F_t^-1(Phi(noise)) by bisection: in one dimension a flow preserves quantiles."""
     alpha, sigma = 1 - t, t
     spread = (alpha**2 * SLOPE.variances + sigma**2).sqrt().flatten()
     low, high = torch.full_like(noise, -20), torch.full_like(noise, 20)
@@ -54,7 +54,7 @@ def quantile_solution(noise: Tensor, t: float) -> Tensor:
 
 
 def grid_from(num_steps: int, start: float, end: float, shift: float) -> Tensor:
-    """From start to end, with steps that grow or shrink by `shift` on the way."""
+    """Returns a grid from start to end, whose steps grow or shrink by `shift`."""
     t = uniform_times(num_steps)
     share = shift * t / (1 + (shift - 1) * t)
     return end + (start - end) * share
@@ -169,7 +169,7 @@ def test_ddim_is_that_of_diffusers(rng):
 
 
 def test_ancestral_is_that_of_diffusers(rng):
-    """One step, whose noise is known: the mean and the standard deviation are DDPM's."""
+    """In one step with known noise, mean and standard deviation are DDPM's."""
     scheduler = DDPMScheduler(1000, 1e-4, 2e-2, variance_type="fixed_small", clip_sample=False)
     x = torch.randn(7, 6, generator=rng)
     for step in (900, 500, 20):
@@ -184,7 +184,7 @@ def test_ancestral_is_that_of_diffusers(rng):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("eta", [0.0, 1.0])
 def test_native_samplers_reach_the_data(name, eta, rng):
-    """Mean and spread of a Gaussian, from each schedule's own noise, with steps that are small enough."""
+    """Small steps from each schedule's own noise give the Gaussian's mean and spread."""
     schedule = SCHEDULES[name]
 
     def perfect(x: Tensor, t: Tensor) -> Estimate:
@@ -206,7 +206,7 @@ def test_time_grids():
 
 
 class TestGuidance:
-    """A network that answers with its text: 2, and 1 for the null text."""
+    """Tests with a network that returns its text: 2, and 1 for the null text."""
 
     @staticmethod
     def velocity(x: Tensor, t: Tensor, text: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sources: every convention for pictures with captions, and archives that cannot be trusted."""
+"""Sources: every convention for images with captions, and untrusted archives."""
 
 import csv
 import io
@@ -53,7 +53,7 @@ def items(place: Path | str, **options: object) -> list[Item]:
 
 
 def captions(place: Path | str, **options: object) -> dict[str, str]:
-    """What is read in the end: key -> caption, or the fault in brackets."""
+    """Returns what is read: key -> caption, or the fault in brackets."""
     samples = read_items(items(place, **options), TRANSFORM)
     return {item.key: item.caption if image else f"[{item.fault}]" for item, image in samples}
 
@@ -150,7 +150,7 @@ class TestFolders:
         assert found == {"also.png": "y", "itself.png": itself, "leads.png": out, "real.png": "r", "away": away}
 
     def test_linked_folders(self, tmp_path):
-        """What is not read already is told."""
+        """Links to folders that are not read anyway are reported."""
         files: dict[str, bytes | str] = {}
         for i, folder in enumerate((".store/a", "c")):
             files |= {f"{folder}/{i}.png": png(i), f"{folder}/{i}.txt": f"picture {i}"}
@@ -161,7 +161,7 @@ class TestFolders:
         assert captions(tmp_path) == {"c/1.png": "picture 1", "a": fault, "c/a": fault}
 
     def test_texts_that_lead_out(self, tmp_path):
-        """A link beside a picture would publish whatever it leads to."""
+        """A link beside an image would publish its target."""
         write(tmp_path / "out", {"secret.txt": "password", "rows.jsonl": '{"file_name": "a.png", "text": "password"}'})
         inside = write(tmp_path / "in", {"a.png": png()})
         (inside / "a.txt").symlink_to(tmp_path / "out" / "secret.txt")
@@ -172,7 +172,7 @@ class TestFolders:
 
     @pytest.mark.timeout(60)
     def test_what_is_no_file(self, tmp_path):
-        """A FIFO would hang whoever opens it, a device never ends."""
+        """Opening a FIFO would block, and a device never ends."""
         write(tmp_path, {"a.txt": "a", "b.png": png(), "c.png": png(1), "c.txt": "c", "d.txt": "d"})
         for name in ("a.png", "b.txt", "0.tar", "0.parquet"):
             os.mkfifo(tmp_path / name)
@@ -208,7 +208,7 @@ class TestFolders:
             captions(tmp_path)
 
     def test_what_is_too_large(self, tmp_path, monkeypatch):
-        """Nothing of it is read: the files have holes, and would fill more memory than there is."""
+        """None of it is read: the files are sparse, and larger than memory."""
         write(tmp_path, {"a.png": b"", "b.png": png(), "c.png": png(1), "c.txt": "word " * 10_000})
         os.truncate(tmp_path / "a.png", 1 << 40)
         (tmp_path / "a.txt").write_text("a")
@@ -248,7 +248,7 @@ class TestFolders:
 
 
 class TestNum:
-    """So many pictures of any source, chosen at random and always the same."""
+    """A number of images is chosen from any source, at random but reproducibly."""
 
     def files(self) -> dict[str, bytes | str]:
         return {f"{i:02d}.{kind}": png(i) if kind == "png" else f"p{i}" for i in range(40) for kind in ("png", "txt")}
@@ -256,7 +256,7 @@ class TestNum:
     def test_a_folder(self, tmp_path):
         write(tmp_path, {**self.files(), "fault.png": png()})
         chosen = captions(tmp_path, num=10)
-        assert chosen.pop("fault.png") == "[no caption]"  # nothing is left out in silence
+        assert chosen.pop("fault.png") == "[no caption]"  # nothing is dropped silently
         assert len(chosen) == 10
         assert chosen == {name: f"p{int(name[:2])}" for name in sorted(chosen)} != captions(tmp_path, num=10, seed=1)
         more = captions(tmp_path, num=15)
@@ -287,7 +287,7 @@ FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "time": (136, 1
 
 
 class TestDamage:
-    """What a damaged archive has lost is told: nothing is missing in silence."""
+    """What a damaged archive has lost is reported: nothing is dropped silently."""
 
     def archive(self, path: Path) -> bytes:
         members = {f"{i}.{kind}": png(i) if kind == "png" else f"c{i}" for i in range(10) for kind in ("png", "txt")}
@@ -318,7 +318,7 @@ class TestDamage:
         values = [b"\0" * length, b"7" * length, b"\xff" * length, np.random.default_rng(0).bytes(length)]
         if field == "size":
             values += [f"{size:011o}\0".encode() for size in (0, 1, 512, 600, 2048, 5000, 1 << 20, 1 << 32)]
-            values += [b"\x80" + b"\x7f" * 11, b"\xff" * 11 + b"\0"]  # huge, and less than nothing
+            values += [b"\x80" + b"\x7f" * 11, b"\xff" * 11 + b"\0"]  # huge, and negative
         for value in values:
             broken = bytearray(content)
             broken[at + start : at + start + length] = value
@@ -334,7 +334,7 @@ class TestDamage:
         content[member.offset + 124 : member.offset + 136] = b"%011o\0" % (end - member.offset_data)
         self.mend(content, member.offset)
         found = self.check(tmp_path / "0.tar", bytes(content))
-        assert found["0.tar/3.png"] == "[no caption]"  # it is in what the image is said to hold
+        assert found["0.tar/3.png"] == "[no caption]"  # it lies within the image's claimed size
 
     def test_every_end(self, tmp_path):
         content = self.archive(tmp_path / "0.tar")
@@ -358,7 +358,7 @@ class TestDamage:
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"], ids=["pax", "global", "long name", "long link"])
     def test_headers_that_ask_for_too_much(self, kind, tmp_path):
-        """A long name of a terabyte, and a name of a name of a name without end."""
+        """A long name of a terabyte, and endlessly nested long names."""
         path = tmp_path / "0.tar"
         for size, repeat in ((1 << 40, 1), (-(1 << 40), 1), (0, 20_000)):
             info = tarfile.TarInfo("a")
@@ -376,7 +376,7 @@ class TestDamage:
         assert captions(tmp_path / "0.tar") == {"0.tar/a.png": "[not a plain file in the archive]"}
 
     def test_members_that_are_too_large(self, tmp_path):
-        """The archive has holes where its image and another's caption should be."""
+        """The archive is sparse where its image and another's caption should be."""
         sizes = {"a.png": 1 << 40, "a.txt": 0, "b.png": 0, "b.txt": 1 << 40}
         with (tmp_path / "0.tar").open("wb") as file:
             for name, size in sizes.items():
@@ -435,7 +435,7 @@ class TestTars:
         before = set(tmp_path.parent.rglob("*"))
         found = captions(path)
         assert found["0.tar/link.png"] == "[not a plain file in the archive]"
-        assert found["0.tar/../../evil.png"] == "up"  # a label: nothing is written there
+        assert found["0.tar/../../evil.png"] == "up"  # only a label: nothing is written there
         assert set(tmp_path.parent.rglob("*")) == before
 
 
@@ -454,7 +454,7 @@ class TestTables:
         assert captions(tmp_path) == self.expected("data.parquet")
 
     def test_a_saved_hugging_face_dataset(self, tmp_path):
-        """`datasets` saves Arrow streams named data-00000-of-00001.arrow, a folder a split."""
+        """`datasets` saves Arrow streams named data-00000-of-00001.arrow, one folder per split."""
         (tmp_path / "train").mkdir()
         with (
             pa.OSFile(str(tmp_path / "train" / "data-00000-of-00001.arrow"), "wb") as file,
@@ -483,7 +483,7 @@ class TestTables:
 
     @pytest.mark.parametrize("kind", ["stream", "file"])
     def test_an_arrow_file_cut_short(self, kind, tmp_path):
-        """Mapped into memory, it would end the process that reads it."""
+        """If it were memory-mapped, this would kill the reading process."""
         path = tmp_path / "data.arrow"
         write = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
         table = pa.table({"image": [png(i) for i in range(60)], "text": [str(i) for i in range(60)]})
@@ -496,7 +496,7 @@ class TestTables:
         assert all(item.fault.startswith("cannot be read (") for item, image in samples if image is None)
 
     def test_rows_of_many_bytes(self, tmp_path, monkeypatch):
-        """Few of them are read at once."""
+        """Only a few of them are read at once."""
         monkeypatch.setattr(tables, "TABLE_BATCH_BYTES", 5000)
         table = pa.table({"image": [png(i) for i in range(40)], "text": [str(i) for i in range(40)]})
         pq.write_table(table, tmp_path / "data.parquet")

@@ -1,4 +1,4 @@
-"""Experts in processes of their own: the same images, processes that are lost and come back, and an orderly end."""
+"""Experts in their own processes: the same images, processes that are lost and restarted, and a graceful shutdown."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def is_there(pid: int) -> bool:
 
 
 def children_of(pid: int) -> set[int]:
-    """Returns a process's children, and theirs."""
+    """Returns a process's descendants."""
     direct = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
     return direct.union(*(children_of(child) for child in direct)) if direct else direct
 
@@ -63,7 +63,7 @@ def experts(served_model):
 @pytest.mark.parametrize("routing", ["top1", "full"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_the_same_images(served_model, pipe, experts, routing, guidance):
-    """Of several experts in each step, to the bit."""
+    """With several experts in each step, images are bit-identical."""
     assert sorted(experts) == [0, 1, 2]
     assert len({os.getpid(), *map(process_of, experts.values())}) == 4
     far = AtollPipeline(served_model, elsewhere=experts)
@@ -72,7 +72,7 @@ def test_the_same_images(served_model, pipe, experts, routing, guidance):
 
 
 def test_a_process_that_is_lost_comes_back(served_model, pipe, experts):
-    """Its weight goes to the others meanwhile, and images say so."""
+    """Meanwhile its weight goes to the others, and images report it."""
     far = AtollPipeline(served_model, elsewhere=experts)
     scheduler = Scheduler(far)
 
@@ -90,7 +90,7 @@ def test_a_process_that_is_lost_comes_back(served_model, pipe, experts):
     first, lost = make(1), process_of(experts[1])
     torch.testing.assert_close(first.latents, expected(1), atol=1e-4, rtol=0)
     assert first.without == ()
-    os.kill(lost, signal.SIGSTOP)  # so that it is killed while it is asked, not before, when it would be back in time
+    os.kill(lost, signal.SIGSTOP)  # so that it is killed during a request; before one, it would be restarted in time
     with ThreadPoolExecutor(1) as pool:
         without = pool.submit(make, 2)
         eventually(carrier_of(experts[1])._lock.locked)
@@ -121,7 +121,7 @@ def test_images_are_admitted_by_the_memory_of_all_processes(served_model, pipe, 
 def test_closing_ends_the_processes(served_model):
     experts = spread_here(served_model, CPU, samples=8)
     pids = [process_of(expert) for expert in experts.values()]
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are the server's
+    for number in (signal.SIGINT, signal.SIGTERM):  # only the server handles them
         for pid in pids:
             os.kill(pid, number)
     assert AtollPipeline(served_model, elsewhere=experts)("a robot", **OPTIONS).images is not None
@@ -132,20 +132,20 @@ def test_closing_ends_the_processes(served_model):
 
 
 def test_an_expert_that_cannot_be_loaded(served_model, tmp_path):
-    """Is named at the start, and no process stays."""
+    """It is named at startup, and no process is left."""
     folder = Path(shutil.copytree(served_model, tmp_path / "model"))
     before = children_of(os.getpid())
     path = folder / "expert_1" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(InputError, match=r"expert_1 \(.*model.safetensors.*\): repair the expert"):
         spread_here(folder, CPU, samples=8)
-    eventually(lambda: len(children_of(os.getpid()) - before) <= 2)  # those of multiprocessing itself
+    eventually(lambda: len(children_of(os.getpid()) - before) <= 2)  # multiprocessing's own
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGTERM to all", "SIGKILL"])
 def test_the_command(served_model, end):
-    """SIGTERM finishes what is in flight, also if all its processes get it; none outlives the server."""
+    """SIGTERM finishes what is in flight, even if all its processes get it; none outlives the server."""
     with Command("serve", f"tiny={served_model}", "--port", 0, "--spread", "--device", "cpu") as command:
         model = httpx.get(f"{command.url}/v1/models").json()["data"][0]["atoll"]
         assert [expert["place"] for expert in model["experts"]] == ["here"] * 3

@@ -1,4 +1,4 @@
-"""Networks on disk: round trips, and every way in which a folder can be wrong."""
+"""Networks on disk: round trips, and all kinds of bad folders."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_a_failed_save_leaves_the_old_model(folder, monkeypatch):
 
 
 def test_push_to_hub(monkeypatch):
-    """The folder that would be uploaded is one that loads."""
+    """The folder that would be uploaded can be loaded."""
     seen = {}
 
     def upload(repo_id: str, folder_path: Path, allow_patterns: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Data sets from and to an object store: the items and bytes are those of folders of this machine."""
+"""Data sets from and to an object store: items and bytes equal those of local folders."""
 
 import io
 import json
@@ -45,7 +45,7 @@ def jpeg(seed, size=24):
 
 
 def make_folder(place: Path) -> None:
-    """Images with every kind of caption, and faults."""
+    """Makes a folder of images with every kind of caption, and faults."""
     for name in ("cats", "dogs", "annotations"):
         (place / name).mkdir(parents=True)
     for i in range(12):
@@ -88,7 +88,7 @@ def sent(folder: Path, url: str) -> str:
 
 
 def files_in(place) -> dict[str, bytes]:
-    """All files of a data set, by their path in it."""
+    """Returns all files of a data set, by their path in it."""
     root = place_of(place)
     if isinstance(root, StorePath):
         return {str(path.relative_to(root)): path.get(1 << 30) for path in root.rglob("*")}
@@ -157,7 +157,7 @@ def test_assign(bucket, tmp_path):
 
 
 def test_a_run_that_was_cut_short_is_resumed(bucket, tmp_path, monkeypatch):
-    """After any number of shards, and after the codec; bytes are those of a run that was not."""
+    """Cut after any number of shards, or after the codec; the bytes equal an uninterrupted run's."""
     import atoll.data.prepare as module
 
     monkeypatch.setattr(module, "CHUNK", 64)
@@ -187,7 +187,7 @@ def test_a_run_that_was_cut_short_is_resumed(bucket, tmp_path, monkeypatch):
 
 
 def test_two_runs_that_begin_at_once(bucket, tmp_path, monkeypatch):
-    """The second finds the card of the first, which came while it fitted its codec; the first loses nothing."""
+    """The second finds the first's card, written while it fitted its own codec; the first loses nothing."""
     import atoll.data.prepare as module
 
     make, out = module.make_codec, f"{bucket}/at-once/data"
@@ -215,7 +215,7 @@ def shapes(tmp_path_factory):
 
 @contextmanager
 def failing(methods, after, error):
-    """Lets so many calls of some of a store's methods through, and no more."""
+    """Makes some of a store's methods fail after a number of calls."""
     count = [0]
 
     def wrapped(name):
@@ -237,7 +237,7 @@ def failing(methods, after, error):
 
 @pytest.mark.parametrize("num", [3, 8, 12, 18])
 def test_a_partition_that_was_cut_short(bucket, shapes, num):
-    """After so many requests that change something: the next makes it whole, from the staged clusters or anew."""
+    """It is cut after a number of writes; the next run completes it, from the staged clusters or from scratch."""
     url = sent(shapes / "data", f"{bucket}/cut/{num}")
     with failing(("put_file", "copy", "delete"), num, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         partition(url, 2, method="random", progress=False)
@@ -246,7 +246,7 @@ def test_a_partition_that_was_cut_short(bucket, shapes, num):
 
 
 def test_hostile_objects(bucket, tmp_path):
-    """A shard that is cut short or another's, a card that is none: one sentence, as of a folder."""
+    """A truncated or foreign shard, an invalid card: one sentence, as for a folder."""
     prepare(Source("shapes", num=40, size=16), tmp_path / "data", SETTINGS, 0, progress=False)
     url = sent(tmp_path / "data", f"{bucket}/hostile/data")
     store = open_store(url)
@@ -270,7 +270,7 @@ def test_hostile_objects(bucket, tmp_path):
 
 
 def test_a_server_that_fails_leaves_no_image_out(bucket, tmp_path, monkeypatch):
-    """Its failure ends the run: an image is left out for what it is alone."""
+    """Its failure ends the run: images are left out only for their own faults."""
     make_folder(tmp_path / "photos")
     make_tar(tmp_path / "tars" / "a.tar")
     make_table(tmp_path / "tables" / "a.parquet")
@@ -300,7 +300,7 @@ def test_a_local_copy_has_what_is_asked_for(bucket, shapes, tmp_path, monkeypatc
     assert np.array_equal(view.column("latents")[:], expected.column("latents")[:])
 
     shard = folder / "clusters" / "01" / "00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")  # what is damaged here is copied again
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")  # a damaged local copy is downloaded again
     local_copy(url, 1, progress=False)
     assert shard.read_bytes() == (shapes / "partitioned" / "clusters" / "01" / "00000.safetensors").read_bytes()
 
@@ -348,7 +348,7 @@ def test_the_command_says_no_secret(bucket, tmp_path, capsys, monkeypatch):
 
 
 def test_another_endpoint_in_the_environment_is_another_store(bucket, monkeypatch):
-    """As in a notebook that corrects it after a first attempt."""
+    """As when a notebook corrects it after a first attempt."""
     place = place_of(f"{bucket}/endpoint/a")
     assert place.create(b"here")
     with WrongServer(404) as (endpoint, requests), monkeypatch.context() as patch:

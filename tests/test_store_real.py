@@ -1,4 +1,4 @@
-"""Against a real S3 server, SeaweedFS: data prepared from it and to it, trained from it, and both ends killed."""
+"""A real S3 server, SeaweedFS: data prepared from and to it, training from it, and kills of both ends."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ def test_a_server_that_dies_and_returns(server, images):
     process = start("prepare", f"s3://{BUCKET}/tars", *PREPARE, "--out", url)
     wait_until(lambda: len(shards_of(url)) >= 1, process)
     server.kill()
-    time.sleep(1)  # requests fail meanwhile, or not: the result is the same
+    time.sleep(1)  # whether or not requests fail meanwhile, the result is the same
     server.start()
     _, error = process.communicate()
     assert process.returncode == 0, error.decode()

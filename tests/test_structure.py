@@ -1,4 +1,4 @@
-"""The shape of the code: which part may import which, nothing pickled, nothing optional needed to import."""
+"""The structure of the code: allowed imports between parts, no pickles, and imports without optional packages."""
 
 import ast
 import subprocess
@@ -25,7 +25,7 @@ LAYERS = [  # each may import those above it
     {"federation"},
     {"cli"},
 ]
-LAYERS.append({"__init__", "__main__"})  # the public face
+LAYERS.append({"__init__", "__main__"})  # the public interface
 MAY_IMPORT = {part: set().union(*LAYERS[:i]) for i, layer in enumerate(LAYERS) for part in layer}
 CORE = {
     "torch",
@@ -95,7 +95,7 @@ def test_no_pickle(path):
 
 
 def test_every_module_imports_with_the_core_alone():
-    """In a fresh interpreter where any package outside the core, and what the core itself needs, does not exist."""
+    """In a fresh interpreter without any package except the core's dependencies, and theirs."""
     program = """
 import importlib, sys
 from importlib.metadata import packages_distributions, requires
@@ -153,7 +153,7 @@ def test_the_public_face():
 
 
 def test_importing_it_is_quick():
-    """Neither torch nor anything else that takes seconds comes with the name."""
+    """`import atoll` loads neither torch nor anything else that takes seconds."""
     program = "import sys, atoll, atoll.cli.main; print(*{'torch', 'diffusers', 'transformers'} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""

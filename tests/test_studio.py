@@ -26,7 +26,7 @@ def url(served_model, tmp_path_factory) -> Iterator[str]:
 
 @pytest.fixture
 def visit(browser, url):
-    """Opens the studio; at the end, nothing was complained about, and nobody else was asked."""
+    """Opens the studio; afterwards checks that there were no console errors and no external requests."""
     told: list[str] = []
     asked: list[str] = []
     contexts = []
@@ -46,7 +46,7 @@ def visit(browser, url):
     yield open_
     for context in contexts:
         context.close()
-    assert [line for line in told if "400 (Bad Request)" not in line] == []  # which a page cannot keep to itself
+    assert [line for line in told if "400 (Bad Request)" not in line] == []  # which browsers always log
     assert [one for one in asked if not one.startswith((url, "data:", "blob:"))] == []
 
 
@@ -73,7 +73,7 @@ def test_generate_watch_and_come_back_by_the_link(visit, url):
     frames = page.locator("#frames img")
     assert frames.count() == 20
     sources = [frames.nth(i).get_attribute("src") for i in (0, 10, 19)]
-    assert len(set(sources)) == 3  # it forms
+    assert len(set(sources)) == 3  # the image forms
     assert page.locator("#live .arc").count() >= 20  # a piece of the ring per step
     first, place = image(page), page.evaluate("location.hash")
     assert first.startswith("data:image/png")
@@ -107,7 +107,7 @@ def test_switch_an_expert_off_compare_and_look_back(visit):
 
 
 def test_each_alone(visit):
-    """The same prompt and seed by each expert, beside what they draw together."""
+    """The same prompt and seed by each expert, next to their joint image."""
     page = visit("#prompt=a+robot&seed=7&steps=4")
     done(page)
     page.click("#each")
@@ -116,7 +116,7 @@ def test_each_alone(visit):
     sources = [solos.nth(i).get_attribute("src") for i in range(solos.count())]
     assert len(set(sources[:3])) == 3
     assert sources[3:] == [image(page)]
-    page.locator(".island image").nth(2).wait_for()  # what each has seen
+    page.locator(".island image").nth(2).wait_for()  # each expert's training images
     page.click("#again")
     page.locator("#solo").wait_for(state="hidden")
 
@@ -159,7 +159,7 @@ def test_on_any_screen(visit, width, scheme):
     assert (light > dark) == (scheme == "light")
     page.click("#theme")
     assert (_light(page, "backgroundColor") > _light(page, "color")) == (scheme == "dark")
-    if width < 400:  # fingers
+    if width < 400:  # touch targets
         small = (
             "[...document.querySelectorAll('.actions > *, #paint')].filter(e => e.getBoundingClientRect().height < 44)"
         )

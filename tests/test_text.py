@@ -100,7 +100,7 @@ class TestWords:
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("part", ["a", "\u0301\u0316", "word ", "猫", " "])
     def test_time_does_not_grow_with_a_text(self, part):
-        """20 million characters would take hours if each were looked at again for the next."""
+        """20 million characters would take hours in quadratic time."""
         long = part * (20_000_000 // len(part))
         encoder = make_text_encoder("words")
         assert torch.equal(encoder.tokenize([long]), encoder.tokenize([long[: CHARACTERS * encoder.max_length]]))
@@ -129,7 +129,7 @@ class TestWords:
         assert overlap.square().mean().sqrt().item() == pytest.approx(256**-0.5, rel=0.02)
 
     def test_signs_are_splitmix64(self):
-        """The same integers as Python's own, which know no overflow."""
+        """The integers equal those computed with Python's, which do not overflow."""
 
         def splitmix64(index: int) -> int:
             state = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -272,7 +272,7 @@ class TestWordLlama:
         check()
 
     def test_like_words_are_near(self, llama):
-        """Each word is nearer to its like than to that of any other, also where both are several pieces."""
+        """Each word is nearer to its partner than to any other's, also if both have several pieces."""
         pairs = [("ship", "boat"), ("cat", "kitten"), ("dog", "puppy"), ("car", "automobile"), ("child", "kids"),
                  ("shirt", "shirts"), ("mountain", "hill"), ("ocean", "sea"), ("bicycle", "bike")]  # fmt: skip
         similar = self.vectors(llama, [a for a, _ in pairs]) @ self.vectors(llama, [b for _, b in pairs]).T
@@ -293,7 +293,7 @@ class TestWordLlama:
         torch.testing.assert_close(words.square().mean(1), torch.ones(4))
 
     def test_one_sum_is_the_package_s(self, llama):
-        """The direction of a word is that of its pieces' sum in the table as published."""
+        """A word's direction is that of the sum of its pieces in the published table."""
         weights = load_file(pretrained.installed_files("wordllama", "text", text.LLAMA_FILES)[0])["embedding.weight"]
         pieces = llama.tokenize(["kittens"])[0, 1:4].long()
         expected = torch.nn.functional.normalize(weights[pieces].float().sum(0), dim=0)
@@ -426,7 +426,7 @@ class TestWordLlama:
 
 @pytest.fixture
 def broken(clip, tmp_path) -> Path:
-    """A copy of it to damage."""
+    """Returns a copy of it to damage."""
     for file in clip.rglob("*.*"):
         copy = tmp_path / file.relative_to(clip)
         copy.parent.mkdir(exist_ok=True)

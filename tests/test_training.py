@@ -1,4 +1,4 @@
-"""Experts and routers as a user trains them: by the command, on data from disk, killed and started again."""
+"""Experts and routers as a user trains them: by the command, on data from disk, killed and restarted."""
 
 import functools
 import inspect
@@ -46,7 +46,7 @@ QUICK = ExpertSettings(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """300 avatars of 16 x 16 pixels in 3 clusters."""
+    """Returns 300 avatars of 16 x 16 pixels in 3 clusters."""
     folder = tmp_path_factory.mktemp("data") / "avatars"
     prepare(Source("avatars", num=300, size=32), folder, PrepareSettings(size=32, codec="pca:8x12", holdout=0.1),
             0, progress=False)  # fmt: skip
@@ -55,7 +55,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def copy_of(data: Path, out: Path) -> Path:
-    """A copy whose shards may be changed: without the sums that would tell."""
+    """Returns a copy without checksums, so that its shards may be changed."""
     shutil.copytree(data, out, ignore=shutil.ignore_patterns("SHA256SUMS"))
     return out
 
@@ -81,7 +81,7 @@ class TestKilled:
         "kind", ["fm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddpm", "muon", "router"))]
     )
     def test_it_ends_as_if_nothing_had_happened(self, data, tmp_path, kind):
-        """Killed with -9 at random moments: the same weights, EMA weights and metrics, bit for bit."""
+        """Killed at random moments, it gives the same weights, EMA weights and metrics, bit for bit."""
         verb = ["train", data, "--cluster", 1, "--objective", kind]
         if kind == "router":
             verb = ["train-router", data]
@@ -97,7 +97,7 @@ class TestKilled:
             deadline = time.monotonic() + 300
             steps = len(read_metrics(cut))
             while len(read_metrics(cut)) <= steps and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)  # until it trains: its start takes longer than its training
+                time.sleep(0.01)  # until it trains: startup takes longer than training
             time.sleep(rng.random() * 0.25)
             process.kill()
             killed = process.wait() == -signal.SIGKILL
@@ -165,7 +165,7 @@ main(sys.argv[3:])
 
 
 class TestIsolation:
-    """An expert needs its own cluster and what describes the data; it opens no socket and no other cluster's file."""
+    """An expert needs only its own cluster, the card and the encoders; it opens no socket or other cluster's file."""
 
     @pytest.mark.bits
     def test_others_may_be_absent(self, data, tmp_path):
@@ -205,7 +205,7 @@ class TestIsolation:
 
     @pytest.mark.slow
     def test_the_watch_would_have_noticed(self, data, tmp_path):
-        """The same watch, over a run that does what it must not."""
+        """Runs the same check on a run that violates isolation."""
         forbidden = str(data / "clusters" / "00")
         for arguments in (["train", str(data), "--cluster", "0"], ["train", str(data), "--cluster", "all"]):
             run = subprocess.run(
@@ -270,7 +270,7 @@ class TestExpert:
         assert found["init"] is None
         assert found["training"]["settings"]["steps"] == 30
         assert found["training"]["samples"] == 480
-        assert str(data) not in json.dumps(found)  # no path of this machine
+        assert str(data) not in json.dumps(found)  # no local path
         assert str(expert) not in json.dumps(found)
 
     def test_it_loads_alone(self, expert, tmp_path):
@@ -282,10 +282,10 @@ class TestExpert:
         assert loaded.transfer("paper").conversion == "paper"
 
     def test_the_calibration_is_the_regression_it_says(self, data, expert):
-        """Of a network that knows nothing: x0_hat is x / alpha there, and the best gain is known."""
+        """For a network that outputs zero, x0_hat is x / alpha, and the best gain is known."""
         loaded = Expert.load(expert)
         gains = loaded.calibration.gain
-        assert float(gains[0]) < 0.2  # pure noise: the cluster's mean is all one can say
+        assert float(gains[0]) < 0.2  # pure noise: the cluster's mean is the best prediction
         assert float(gains[-1]) > 0.95
         dataset = Dataset.open(data, 1)
         train = dataset.column("split")[:] == 0
@@ -378,7 +378,7 @@ class TestRouter:
         assert fit_temperature(logits, labels) == pytest.approx(1 / best.x, rel=1e-4)
 
     def test_calibration_error_of_known_answers(self):
-        """Two bins: sure and always right, and 0.6 sure but right every second time."""
+        """Two bins: confidence 1 and always right, and confidence 0.6 but right half of the time."""
         sure = torch.tensor([[30.0, 0.0]]).repeat(50, 1)
         unsure = torch.log(torch.tensor([[0.6, 0.4]])).repeat(50, 1)
         labels = torch.cat([torch.zeros(50), torch.arange(50) % 2]).long()
@@ -386,7 +386,7 @@ class TestRouter:
         assert found == pytest.approx(0.5 * 0.1, abs=1e-6)
 
     def test_noise_is_canonical(self, data):
-        """At t = 1 the router is shown noise alone: its loss does not depend on the picture."""
+        """At t = 1 the router gets pure noise: its loss does not depend on the image."""
         task = router_module.RouterTask(
             Dataset.open(data), RouterSettings(model="xs/1", text=False), torch.device("cpu")
         )
@@ -408,7 +408,7 @@ class TestRouter:
 class TestDistributed:
     @pytest.mark.slow
     def test_two_processes_are_one_with_twice_the_batch(self, data, tmp_path, report):
-        """Through accelerate on the CPU (gloo)."""
+        """Run through accelerate on the CPU (gloo)."""
         pytest.importorskip("accelerate")
         common = ["train", str(data), "--cluster", "0", *flags(steps=25, **{"log-every": 1, "sample-every": 0})]
         one = subprocess.run(command(*common, "--out", tmp_path / "one"), capture_output=True, text=True, check=False)
@@ -545,7 +545,7 @@ class TestCommand:
             (70, 3, 0.5, 5, True), (4, 9, 0.5, 5, True), (4, 3, 0.5, 5, False)]  # fmt: skip
 
     def test_recipes_that_come_with_atoll(self, tmp_path, monkeypatch, capsys):
-        """By name from any folder; a path is a file."""
+        """They are found by name from any folder; a path is a file."""
         monkeypatch.chdir(tmp_path)
         studies = ["", "_ddm", "_earlier", "_paper", "_paper_table1", "_quick"]
         names = [f"reproduce{which}" for which in studies]
@@ -610,7 +610,7 @@ class TestCommand:
 
 
 def listen(command, found):
-    """A command with the same flags that only tells how it was called."""
+    """Returns a command with the same flags that only records how it was called."""
 
     @functools.wraps(command)
     def told(*args, **kwargs):
@@ -622,11 +622,11 @@ def listen(command, found):
 
 
 class TestFirstWeights:
-    """`train-all --init`: to the bit what `train --init` makes of each expert."""
+    """`train-all --init` gives the same bits as `train --init` for each expert."""
 
     @pytest.fixture(scope="class")
     def pretrained(self, data, tmp_path_factory) -> Path:
-        """Two networks with other weights, the second with a size of its own."""
+        """Returns two networks with different weights, the second of another size."""
         folder = tmp_path_factory.mktemp("pretrained")
         for seed, (name, model) in enumerate((("a", "xs/1"), ("b", "64x3/1"))):
             train_expert(data, None, replace(QUICK, steps=2, model=model, seed=seed), folder / name, progress=False)

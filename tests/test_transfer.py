@@ -22,7 +22,7 @@ MEAN = (DATA.weights[0][:, None] * DATA.means[0]).sum(0)
 
 
 def noisy_expert(level: float, seed: int = 0) -> Predict:
-    """The perfect EPS expert plus an error that does not shrink with alpha, as a trained one has."""
+    """Returns the perfect EPS expert plus an error that does not shrink with alpha, as of a trained one."""
     perfect, g = DATA.expert(0, Prediction.EPS, COSINE), torch.Generator().manual_seed(seed)
     return lambda x, t: perfect(x, t) + level * torch.randn(x.shape, generator=g, dtype=x.dtype)
 
@@ -107,7 +107,7 @@ def test_velocities_are_finite_at_the_very_ends(prediction, name, conversion):
 
 @pytest.mark.parametrize("prediction", Prediction)
 def test_outside_the_range_seen_the_nearest_x0_stands(prediction):
-    """A network trained on a table is never asked outside [0, 1], and its x0 there stays bounded."""
+    """A network trained on a table is never evaluated outside [0, 1], and its x0 there stays bounded."""
     table = SCHEDULES["ddpm"]
     transfer = Transfer(prediction, table, log_snr_range=table.log_snr_range)
     asked: list[Tensor] = []
@@ -132,7 +132,7 @@ def test_outside_the_range_seen_the_nearest_x0_stands(prediction):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_real_network_of_any_kind_can_be_sampled(prediction, name, solver):
-    """By default a network is asked only for times in [0, 1], and what it says leads to numbers."""
+    """By default a network is evaluated only at times in [0, 1], and samples are finite."""
     net = DiT(DiTConfig(**preset("xs/2", input_size=8, text_dim=None)))
     torch.nn.init.normal_(net.out.weight, std=0.1)
     transfer = Transfer(prediction, SCHEDULES[name])
@@ -146,7 +146,7 @@ def test_a_real_network_of_any_kind_can_be_sampled(prediction, name, solver):
 @pytest.mark.parametrize("name", ["cosine", "ddpm", "ddpm-scaled"])
 @pytest.mark.parametrize("level", [0.0, 0.05])
 def test_an_x0_expert_survives_the_clean_end(solver, name, level):
-    """Its error divided by sigma must not be what the last step lands on."""
+    """The last step must not land on its error divided by sigma."""
     schedule, g = SCHEDULES[name], torch.Generator().manual_seed(0)
     perfect = DATA.expert(0, Prediction.X0, schedule)
     noise = torch.randn(300, 16, generator=g, dtype=torch.float64)
@@ -169,7 +169,7 @@ def test_a_calibration_ends_at_the_data():
 
 
 def test_precision_is_that_of_x():
-    """float64 times do not bring float32 samples closer to an end than they can bear."""
+    """float64 times must not bring float32 samples closer to an end than their precision allows."""
     for t in (0.0, 1.0):
         for prediction in Prediction:
             x = torch.randn(50, 16)

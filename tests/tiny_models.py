@@ -1,4 +1,4 @@
-"""Tiny versions of the real classes, with random weights, saved to folders as published ones are: fixtures."""
+"""Fixtures: tiny versions of the real classes with random weights, saved to folders in the published layout."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def dino(tmp_path_factory) -> Path:
 
 
 def write_tokenizer(folder: Path) -> int:
-    """A byte-level CLIP tokenizer with two merges; returns its number of tokens."""
+    """Writes a byte-level CLIP tokenizer with two merges; returns its number of tokens."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     units = [chr(code) for code in printable] + [chr(256 + i) for i in range(256 - len(printable))]
     tokens = [*units, *(unit + "</w>" for unit in units), "ca", "cat</w>", "<|startoftext|>", "<|endoftext|>"]
@@ -67,7 +67,7 @@ def write_tokenizer(folder: Path) -> int:
 
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory) -> Path:
-    """A tiny CLIP in the layout of a pipeline."""
+    """Returns a tiny CLIP in a pipeline's layout."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("clip")

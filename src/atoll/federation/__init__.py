@@ -1,1 +1,1 @@
-"""Strangers build one model through an object store."""
+"""Lets strangers build one model together through an object store."""

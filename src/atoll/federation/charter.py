@@ -12,7 +12,7 @@ from atoll.federation.keys import Digest, Person
 from atoll.object_store import check_key
 
 FORMAT = 1
-CHARTER = "charter/charter.json"  # the name of the target
+CHARTER = "charter/charter.json"  # the name of the TUF target
 MAX_CHARTER = 32 << 20  # bytes
 MAX_SLOTS = 65536
 
@@ -31,7 +31,7 @@ FilePath = Annotated[str, AfterValidator(_path)]
 
 
 class Blob(Card):
-    """A file by its content: in the store it is blobs/SHA256.NAME."""
+    """A file by its content hash; the store has it as blobs/SHA256.NAME."""
 
     sha256: Digest
     size: Count
@@ -46,10 +46,10 @@ class Slot(Card):
     number: Annotated[int, Field(ge=0, lt=MAX_SLOTS)]
     name: Annotated[str, Field(max_length=80)]
     images: Count
-    license: str | None = None  # that an expert must be under; None: any of the gate's
+    license: str | None = None  # required of its expert; None: any that the gate accepts
     files: Files = Field(
         default_factory=dict
-    )  # of the cluster, by their place in the data set; none if the images are private
+    )  # of the cluster, by path in the data set; none if the images are private
     author: Person | None = None  # who opened it with images of their own
 
     @property
@@ -58,7 +58,7 @@ class Slot(Card):
 
 
 class Charter(Card):
-    """What founders sign. Slots may be added by others if it says so; experts are accepted by verifiers."""
+    """What founders sign. Contributors may add slots if it allows that; verifiers accept experts."""
 
     format: int
     name: Annotated[str, Field(max_length=80)]
@@ -66,9 +66,7 @@ class Charter(Card):
     created: str  # a date
     license: str  # of the data
     gate: Gate
-    training: dict[str, Any] = Field(
-        default_factory=dict
-    )  # settings that contributors train with unless they choose others
+    training: dict[str, Any] = Field(default_factory=dict)  # the contributors' default settings
     lease: Positive = 900  # seconds without a heartbeat after which a slot may be taken over
     fresh: Positive = 7 * 86400  # seconds for which a signed timestamp is valid
     open_slots: bool = True  # whether contributors may open slots for images of their own
@@ -76,7 +74,7 @@ class Charter(Card):
     slots: list[Slot]
     files: Files  # dataset.json, the frozen encoders, the partition and its centroids
     router: Files  # config.json, model.safetensors
-    prompts: list[str] = Field(default_factory=list)  # over which the share of steps that each expert leads is counted
+    prompts: list[str] = Field(default_factory=list)  # over which each expert's share of led steps is counted
 
     @model_validator(mode="after")
     def _is_numbered(self) -> Self:

@@ -1,4 +1,4 @@
-"""Training for a federation: lease a slot, download its images alone, train, keep the lease alive, submit."""
+"""Training for a federation: lease a slot, download only its images, train, keep the lease alive, submit."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def contribute(
     license: str | None = None,
     progress: bool = True,
 ) -> Sequence[str]:
-    """Trains and submits an expert for one slot; returns lines for the user. Rerun, it resumes."""
+    """Trains and submits an expert for one slot; returns lines for the user. Rerun it to resume."""
     charter, store = federation.charter, federation.store
     own = _own_data(federation, identity, data, slot)
     if own is not None:
@@ -84,7 +84,7 @@ def contribute(
 def _own_data(
     federation: Federation, identity: Identity, data: Path | None, slot: int | None
 ) -> tuple[int, Path] | None:
-    """Returns the slot and the folder of one's own images, if there are any for this slot."""
+    """Returns the slot and the folder of the contributor's own images, if there are any for this slot."""
     if data is not None:
         found, folder = bring(federation, identity, data)
         return found.number, folder
@@ -103,8 +103,8 @@ def _own_data(
 def prepare_settings(federation: Federation, settings: ExpertSettings, private: bool) -> ExpertSettings:
     """Returns settings under which a run can be resumed and verified by others.
 
-    Checkpoints are kept as often as the charter asks for, to be replayed. Samples are not drawn: they would show
-    held-out images to all who can read the store.
+    Checkpoints are kept as often as the charter demands for replays. Samples are not drawn: they would show held-out
+    images to all who can read the store.
     """
     every = federation.charter.gate.segment_steps
     kept = {} if private else {"keep_every": every, "save_every": every}
@@ -112,9 +112,9 @@ def prepare_settings(federation: Federation, settings: ExpertSettings, private: 
 
 
 def run_name(settings: ExpertSettings, owner: Identity | None) -> str:
-    """Returns the name of a run: the same settings are the same run, which anyone can resume to the same bits.
+    """Returns the name of a run: equal settings give the same run, which anyone can resume bit for bit.
 
-    A run on images that only its `owner` has is theirs.
+    On images that only its `owner` has, the name also depends on the owner's key.
     """
     fixed = {name: value for name, value in asdict(settings).items() if name not in MAY_CHANGE or name == "steps"}
     return str(hash_of([fixed, None if owner is None else owner.key])[:16])
@@ -141,5 +141,5 @@ def _release(holding: Holding, out: Path) -> None:
 
 
 def training_defaults(settings: ExpertSettings, usual: ExpertSettings) -> dict[str, Any]:
-    """Returns the settings that a founder has chosen, for the charter."""
+    """Returns the settings that differ from the `usual` ones, for the charter."""
     return {name: value for name, value in asdict(settings).items() if value != getattr(usual, name)}

@@ -1,4 +1,4 @@
-"""Founding a federation, and joining one: with the founders' images, or with one's own."""
+"""Creates a federation, and prepares a contributor's own images to join one."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -49,7 +49,7 @@ def create(
 ) -> Federation:
     """Uploads the frozen encoders and the shards of each cluster, and signs the charter.
 
-    Rerun after a kill, it skips what is there; before the root is written, last of all, there is no federation.
+    Rerun after a kill, it skips what is uploaded. The root is written last: until then there is no federation.
     """
     url = url_of(place)
     verifiers = list(verifiers) or [identity.person]
@@ -102,7 +102,7 @@ def _spread(num: int, most: int) -> range:
 
 
 def publish_router(federation: Federation, identity: Identity, router: Path) -> list[str]:
-    """Signs another router, such as one trained since; founders do that."""
+    """Publishes another router, such as one trained since; only founders can."""
     known = load_router(router).config.num_experts
     if known > len(federation.charter.slots):
         raise InputError(f"{router} knows {known} experts, but the charter has {len(federation.charter.slots)} slots")
@@ -122,7 +122,7 @@ def amend(
     remove_founders: Sequence[str] = (),
     num_founders: int | None = None,
 ) -> list[str]:
-    """Changes the charter and who has which role; returns what came of it."""
+    """Changes the charter and the roles; returns lines for the user."""
     charter = federation.charter
     if identity.key not in federation.founders:
         raise InputError(f"the key of {identity.person.name} is no founder of {federation.place}: founders sign this")
@@ -154,7 +154,7 @@ def amend(
 
 
 def data_folder(federation: Federation, slot: Slot | None) -> Path:
-    """Returns a data set with the frozen encoders and the images of one slot, or none, downloaded and verified."""
+    """Downloads and verifies a data set with the frozen encoders and one slot's images, if any; returns its folder."""
     folder = federation.cache / "data" / ("encoders" if slot is None else f"{slot.number:04d}")
     files = {**federation.charter.files, **({} if slot is None else slot.files)}
     record = folder / ".files.json"
@@ -167,9 +167,9 @@ def data_folder(federation: Federation, slot: Slot | None) -> Path:
 
 
 def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool = False) -> tuple[Slot, Path]:
-    """Prepares one's own images with the federation's encoders and finds their slot, or opens one; none is uploaded.
+    """Prepares a contributor's own images with the federation's encoders, and finds or opens a slot for them.
 
-    Returns the slot, and the folder of the data set on this machine.
+    No image is uploaded. Returns the slot, and the folder of the data set on this machine.
     """
     encoders = data_folder(federation, None)
     theirs = DatasetCard.read(encoders)
@@ -192,7 +192,7 @@ def bring(federation: Federation, identity: Identity, mine: Path, new_slot: bool
 
 
 def nearest_slot(data: Dataset, encoders: Path) -> tuple[int, float]:
-    """Returns the slot that most images are nearest to, and how far they are: 1 is as far as the slot's own."""
+    """Returns the slot nearest to most images, and their distance relative to that of the slot's own images."""
     path, partition = encoders / "clusters" / CENTROIDS, PartitionCard.read(encoders / "clusters")
     if not path.exists():
         raise InputError("the slots of this federation were not made by k-means, so images cannot be assigned to one")

@@ -1,4 +1,4 @@
-"""Who has done how much of a model: the share of steps that each expert leads, and the FLOPs of its training."""
+"""How much each expert contributes to a model: the share of steps that it leads, and its training FLOPs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ BATCH = 32
 
 
 def lead_shares(model: Path, prompts: Sequence[str], *, steps: int = 10, seed: int = 0) -> dict[int, float]:
-    """Returns by its number the share of all steps that each expert leads, over an image of each prompt."""
+    """Returns the share of all steps that each expert leads, by expert number, over one image per prompt."""
     if not prompts:
         raise InputError("shares are counted over prompts: give at least one")
     pipe = AtollPipeline(model)
@@ -27,9 +27,9 @@ def lead_shares(model: Path, prompts: Sequence[str], *, steps: int = 10, seed: i
 
 
 def training_flops(expert: Path) -> float:
-    """Returns the FLOPs of an expert's training by its card: an upper bound, all captions as long as they may be.
+    """Returns an upper bound on the FLOPs of an expert's training, by its card, with all captions at full length.
 
-    Nothing is computed: torch counts what a step of one sample would do.
+    Nothing is computed: torch counts the operations of a step of one sample on the meta device.
     """
     about, card = read_json(expert / CONFIG, "give the folder of an expert"), ExpertCard.read(expert)
     config = build(DiTConfig, about.get("architecture"), f"the architecture in {expert / CONFIG}")

@@ -1,8 +1,8 @@
-"""Judging a submission: static checks, quality on held-out data, and replayed training, in a process with limits.
+"""Judges a submission by static checks, quality on held-out data and replayed training, in a process with limits.
 
 `judge` starts `python -m atoll.federation.judge`, which sets its own limits before it reads any of the submission, and
-answers with JSON of bounded size. So whatever is in a submission, its verifier lives on: a process that hangs, crashes
-or takes too much memory is a refusal.
+answers with JSON of bounded size. So no submission can take its verifier down: if the process hangs, crashes or uses
+too much memory, the submission is refused.
 """
 
 import json
@@ -38,15 +38,15 @@ MAX_ANSWER = 1 << 20  # bytes
 KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "XDG_CACHE_HOME", "HOME")
 KEPT_PREFIXES = ("ATEN_", "MKL_", "ONEDNN_", "OMP_")  # and none with credentials
 STARTED = b"started"
-STARTING = 120  # seconds by the clock
-BY_CLOCK = 4  # times the CPU time: the machine may be busy with other things
-CLAIMED = 1e-2  # relative: what is measured again may differ by so much
+STARTING = 120  # seconds of wall-clock time
+BY_CLOCK = 4  # wall-clock limit over CPU limit: the machine may be busy
+CLAIMED = 1e-2  # relative tolerance between claimed and remeasured figures
 
 
 class Judgement(Card):
     accepted: bool
     reason: str  # one sentence
-    figures: dict[str, Any]  # static, quality, replay: as far as it came
+    figures: dict[str, Any]  # static, quality, replay: as far as the checks got
 
 
 def judge(
@@ -62,13 +62,13 @@ def judge(
     private: bool = False,
     like: int | None = None,
 ) -> Judgement:
-    """Returns what a verifier thinks of the folder `submission`, an expert of `slot`; it never raises for its content.
+    """Returns the judgement of the folder `submission`, an expert of `slot`; never raises because of its content.
 
-    `data` is a data set with the slot's cluster; `present` the folder of the expert that has the slot now; `others` are
-    folders of experts that it must not be a copy of. `seed` chooses what is replayed: by default nobody can know it
-    before. An expert of `private` data is judged without a replay, and by the slot's held-out data alone.
-    If nobody else has images of the slot at all, `like` is another one, which says what latents and texts are: then its
-    files, card and run are checked, and nothing is measured.
+    `data` is a data set with the slot's cluster; `present` is the folder of the slot's current expert; `others` are
+    folders of experts that it must not be a copy of. `seed` selects what is replayed; by default it is unpredictable.
+    An expert of `private` data is judged without a replay, by the slot's held-out data alone.
+    If nobody else has images of the slot at all, `like` is another slot, which defines latents and texts: then files,
+    card and run are checked, and nothing is measured.
     """
     limits = limits or Limits()
     request = {
@@ -99,13 +99,13 @@ def judge(
 
 
 def child_environment() -> dict[str, str]:
-    """Returns what a process that reads a submission is told: nothing that opens a store."""
+    """Returns the environment of a process that reads a submission, without credentials of a store."""
     kept = {name: os.environ[name] for name in os.environ if name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)}
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the process, and what it may have started."""
+    """Kills the process, and any that it may have started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -130,7 +130,7 @@ def _read_answer(answer: bytes, code: int, limits: Limits) -> Judgement:
     except (ValueError, AttributeError):
         return _refusal(f"the process that judged it ended without an answer ({how}), within {limits.memory:,} bytes")
     if isinstance(fault, str):
-        raise InputError(fault)  # of the verifier's own files
+        raise InputError(fault)  # in the verifier's own files
     return Judgement.parse(values, "what the judging process has said")
 
 
@@ -138,8 +138,8 @@ def _read_answer(answer: bytes, code: int, limits: Limits) -> Judgement:
 
 
 def main() -> None:
-    """Reads a request from the standard input, and writes what comes of it."""
-    import torch  # noqa: F401 - what is read before the limits count does not count
+    """Reads a request from standard input, and writes the judgement to standard output."""
+    import torch  # noqa: F401 - imported before the limits, which then do not count it
 
     import atoll.federation.quality
     import atoll.federation.replay
@@ -148,14 +148,14 @@ def main() -> None:
     limits = Limits.model_validate_json(sys.argv[1])
     request = parse_json(sys.stdin.buffer.read())
     with os.fdopen(os.dup(1), "wb", buffering=0) as answer:
-        os.dup2(2, 1)  # nothing else is an answer
+        os.dup2(2, 1)  # other output must not mix with the answer
         set_limits(limits)
         answer.write(STARTED + b"\n")
         answer.write(json.dumps(answer_to(request, limits), allow_nan=False).encode())
 
 
 def answer_to(request: Mapping[str, Any], limits: Limits) -> Mapping[str, Any]:
-    """Returns a judgement as JSON has it, or the fault of the verifier's own files."""
+    """Returns a judgement for JSON, or the fault in the verifier's own files."""
     try:
         return judge_here(**{**request, "gate": Gate.model_validate(request["gate"])}).model_dump()
     except InputError as error:
@@ -167,7 +167,7 @@ def answer_to(request: Mapping[str, Any], limits: Limits) -> Mapping[str, Any]:
 
 
 def set_limits(limits: Limits) -> None:
-    """Limits this process for good; the CPU time that it has taken to start does not count."""
+    """Limits this process irrevocably; the CPU time of its start does not count."""
     seconds = math.ceil(time.process_time() + limits.seconds)
     for kind, most in {
         resource.RLIMIT_AS: limits.memory,
@@ -177,7 +177,7 @@ def set_limits(limits: Limits) -> None:
     }.items():
         resource.setrlimit(kind, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an error, not the end
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # too large a file is an error, and does not kill the process
 
 
 def judge_here(
@@ -191,7 +191,7 @@ def judge_here(
     private: bool = False,
     like: int | None = None,
 ) -> Judgement:
-    """Judges within this process; what is wrong with the verifier's own files raises InputError."""
+    """Judges within this process; raises InputError for faults in the verifier's own files."""
     import torch
 
     from atoll.data.shards import Dataset
@@ -206,7 +206,7 @@ def judge_here(
     ours = ExpertTask(dataset, ExpertSettings(model="8x1", sample_every=0), torch.device("cpu"))
     current = None if present is None else Path(present)
     for own in filter(None, (current, *map(Path, others))):
-        Expert.load(own)  # what is wrong with it is not the submission's fault
+        Expert.load(own)  # raises here, since a fault in it is not the submission's
     figures: dict[str, Any] = {}
     try:
         with torch.random.fork_rng(devices=[]):
@@ -227,7 +227,7 @@ def _judge(
     folder: Path, slot: int, gate: Gate, ours: "ExpertTask", present: Path | None, others: Sequence[Path],
     seed: int, private: bool, measures: bool, figures: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Raises InputError with what is wrong; `figures` get what was measured until then."""
+    """Raises InputError with what is wrong; `figures` collects what was measured until then."""
     from atoll.federation.quality import check_quality, check_samples
     from atoll.federation.replay import Replay, choose, describe, for_replay, segments_of
     from atoll.federation.static import CHECKPOINTS, check_expert, check_files
@@ -269,7 +269,7 @@ def _judge(
 def _check_run(
     folder: Path, expert: "Expert", ours: "ExpertTask", gate: Gate, private: bool
 ) -> tuple["ExpertSettings", "ExpertTask | None"]:
-    """Returns the run's settings and, unless its data are private, the task that it had; refuses a run of another."""
+    """Returns the run's settings and, unless its data are private, its task; refuses a run of another expert."""
     from atoll.config import build
     from atoll.federation.replay import for_replay
     from atoll.federation.static import RUN
@@ -323,7 +323,7 @@ def _refuse_copy(
 
 
 def _check_claims(folder: Path, expert: "Expert", task: "ExpertTask", settings: "ExpertSettings", last: Path) -> None:
-    """Refuses what training would not have written of these weights: card, calibration, statistics are made again."""
+    """Recomputes card, calibration and statistics from the weights; refuses what training would not have written."""
     import torch
 
     from atoll.federation.replay import ADVICE, read_progress
@@ -370,7 +370,7 @@ def _check_claims(folder: Path, expert: "Expert", task: "ExpertTask", settings: 
 
 
 def _require_equal(card: object, made: object, where: str) -> None:
-    """Refuses a card that says something else than the one made again; numbers may differ by rounding."""
+    """Refuses a card that differs from the recomputed one; numbers may differ by rounding."""
     if isinstance(card, dict) and isinstance(made, dict):
         for key in sorted(card.keys() | made.keys(), key=str):
             _require_equal(card.get(key), made.get(key), f"{where}.{key}" if where else str(key))

@@ -1,7 +1,7 @@
-"""Who someone is: an Ed25519 key in a file that only its owner can read, and statements signed with it.
+"""Identities: an Ed25519 key in a file that only its owner can read, and statements signed with it.
 
-Keys, signatures and envelopes (DSSE) are securesystemslib's. A person is known by the public key; the name beside it
-is what they call themselves.
+Keys, signatures and envelopes (DSSE) are securesystemslib's. A person is identified by the public key; the name beside
+it is self-chosen.
 """
 
 import json
@@ -44,7 +44,7 @@ C = TypeVar("C", bound=Card)
 
 
 class Person(Card):
-    """Someone by their public key; the name is their own choice and proves nothing."""
+    """A person, identified by public key; the name is their own choice and proves nothing."""
 
     key: PublicKey
     name: Annotated[str, AfterValidator(_name)]
@@ -59,7 +59,7 @@ class Person(Card):
 
 
 def library() -> ModuleType:
-    """Returns securesystemslib's signers, or says how to get them."""
+    """Returns securesystemslib's signers; raises InputError if they are not installed."""
     try:
         import tuf  # noqa: F401
         from securesystemslib import signer
@@ -69,7 +69,7 @@ def library() -> ModuleType:
 
 
 def home() -> Path:
-    """Returns where keys, and what this machine trusts, are kept: ATOLL_HOME, or atoll in the configuration folder."""
+    """Returns the folder of keys and trusted roots: ATOLL_HOME, or atoll in the configuration folder."""
     if given := os.environ.get("ATOLL_HOME"):
         return Path(given)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "atoll"
@@ -112,7 +112,7 @@ class Identity:
 
     @classmethod
     def load_or_make(cls, name: str | None = None) -> "Identity":
-        """Returns the key of this machine; makes one if there is none. A `name` replaces the present one."""
+        """Returns the key of this machine; makes one if there is none. A `name` replaces the stored one."""
         library()
         from securesystemslib.signer import CryptoSigner
 
@@ -137,7 +137,7 @@ class Identity:
 
 
 def key_of(public: str) -> "SSlibKey":
-    """Returns a public key for python-tuf; its id follows from the key, so that nobody can take another's."""
+    """Returns a public key for python-tuf; its id is derived from the key, so that nobody can claim another's."""
     library()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from securesystemslib.signer import SSlibKey
@@ -149,7 +149,7 @@ def key_of(public: str) -> "SSlibKey":
 
 
 def seal(card: Card, identity: Identity) -> bytes:
-    """Returns a card as a signed envelope. It has the author's key as `author`, and is the same bytes each time."""
+    """Returns a card, which names its `author`, as a signed envelope; the bytes are deterministic."""
     from securesystemslib.dsse import Envelope
 
     payload = json.dumps(card.model_dump(mode="json"), sort_keys=True, ensure_ascii=False, allow_nan=False)
@@ -159,7 +159,7 @@ def seal(card: Card, identity: Identity) -> bytes:
 
 
 def unseal(content: bytes, kind: type[C], where: str) -> C:
-    """Returns the card in an envelope, if its author has signed it; raises InputError."""
+    """Returns the card in an envelope; raises InputError unless its author has signed it."""
     library()
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import VerificationError

@@ -1,8 +1,8 @@
-"""Leases: a slot is one contributor's for as long as its heartbeat can be seen.
+"""Leases: a contributor holds a slot for as long as its heartbeats arrive.
 
-A lease is one object, made only if there is none and replaced only if nobody else has replaced it. How old its last
-heartbeat is, is told by the store's own clock alone (when it wrote the lease, and when it wrote a probe just now), so
-clocks of contributors do not matter, whatever they show.
+A lease is one object, created only if there is none and replaced only if nobody else has replaced it. The age of its
+last heartbeat is measured by the store's own clock alone (when it wrote the lease, and when it wrote a probe just now),
+so the contributors' clocks do not matter.
 """
 
 import fcntl
@@ -25,12 +25,12 @@ from atoll.object_store import Store
 from atoll.storage import make_folder, parse_json
 
 MAX_LEASE = 1 << 16  # bytes
-BEATS = 4  # in the time of a lease
-KEPT = 50  # holders by name
+BEATS = 4  # per lease time
+KEPT = 50  # holders listed in a lease
 
 
 class Held(Card):
-    """Someone who has worked on a run, and from which step on."""
+    """A person who has worked on a run, and from which step on."""
 
     person: Person
     step: Count
@@ -45,11 +45,11 @@ class Lease(Card):
     step: Count
     steps: Count
     released: bool = False
-    held: list[Held] = Field(default_factory=list)  # by whom this run was worked on, the present holder last
+    held: list[Held] = Field(default_factory=list)  # who has worked on this run, the present holder last
 
     @classmethod
     def read(cls, store: Store, slot: int) -> tuple["Lease | None", str]:
-        """Returns a slot's lease with its etag; None if there is none, or none that can be read."""
+        """Returns a slot's lease with its etag; None if it is missing or unreadable."""
         try:
             content, etag = store.read(key_of(slot), MAX_LEASE)
         except FileNotFoundError:
@@ -70,7 +70,7 @@ def age_of(store: Store, slot: int, now: float | None = None) -> float:
 
 
 def clock(store: Store) -> float:
-    """Returns what time it is by the store's clock."""
+    """Returns the current time by the store's clock."""
     key = f"clock/{secrets.token_hex(8)}"
     store.put(key, secrets.token_bytes(8))
     try:
@@ -88,10 +88,10 @@ def claim(
     lease_time: float,
     folder: Path,
 ) -> "Holding | None":
-    """Takes the first of these slots that is free, released or expired; None if all are held by others.
+    """Leases the first of these slots that is free, released or expired; returns None if others hold all of them.
 
-    Of any number of contributors who try at once, exactly one has it in the end. `folder` remembers what this machine
-    holds, so that a process that was killed can be followed by another at once.
+    Of any number of contributors who try at once, exactly one gets it. `folder` records what this machine holds, so
+    that a new process can immediately take over from one that was killed.
     """
     for slot in slots:
         memory = Memory.open(folder, slot)
@@ -121,7 +121,7 @@ def claim(
 
 
 class Memory:
-    """A file with the nonce of the lease that this machine holds of a slot, open while a process works on it."""
+    """A file with the nonce of this machine's lease of a slot, open and locked while a process works on it."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -147,18 +147,18 @@ class Memory:
 
 
 def _write(store: Store, lease: Lease, etag: str) -> bool:
-    """Writes a lease in the place of the one with this etag, or of none; returns whether it is there."""
+    """Writes a lease in place of the one with this etag, or of none; returns whether it was stored."""
     content = lease.model_dump_json().encode()
     key = key_of(lease.slot)
     if store.replace(key, content, etag) if etag else store.create(key, content):
         return True
-    with suppress(FileNotFoundError):  # "no" may mean that an earlier attempt got through and its answer was lost
+    with suppress(FileNotFoundError):  # False may mean that an earlier attempt succeeded and its response was lost
         return store.get(key, MAX_LEASE) == content
     return False
 
 
 class Holding:
-    """A lease that is ours, kept alive by a thread."""
+    """A lease that this process holds, kept alive by a thread."""
 
     def __init__(self, store: Store, lease: Lease, lease_time: float, memory: Memory) -> None:
         self.store, self.lease, self.lease_time, self._memory = store, lease, lease_time, memory
@@ -171,7 +171,7 @@ class Holding:
 
         def run() -> None:
             while not self._end.wait(self.lease_time / BEATS * random.uniform(0.9, 1.0)):
-                with suppress(StoreError):  # a store that does not answer now may do so in time
+                with suppress(StoreError):  # a store that fails now may recover in time
                     self.beat(progress())
                 if self.lost:
                     (on_lost or stop_this_process)()
@@ -186,7 +186,7 @@ class Holding:
             thread.join(timeout=30)
 
     def beat(self, step: int, **changes: Any) -> bool:
-        """Says that the holder is alive and how far; returns whether the slot is still ours."""
+        """Sends a heartbeat with the step reached; returns whether the slot is still ours."""
         with self._guard:
             present, etag = Lease.read(self.store, self.lease.slot)
             if present is None or present.nonce != self.lease.nonce:
@@ -201,7 +201,7 @@ class Holding:
             return True
 
     def release(self, step: int) -> None:
-        """Gives the slot back."""
+        """Releases the slot."""
         self.beat(step, released=True)
         self._memory.close()
 

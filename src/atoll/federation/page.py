@@ -1,4 +1,4 @@
-"""The page of `atoll federation status --html`: one file, no requests to elsewhere, light and dark."""
+"""The page of `atoll federation status --html`: one file without external requests, light and dark."""
 
 from collections.abc import Iterable
 from html import escape
@@ -11,11 +11,11 @@ STATES = {
     "accepted": "with an expert", "pending": "waiting for verdicts", "training": "in training", "refused": "refused",
     "revoked": "to be verified again", "wanted": "wanting an expert",
 }  # fmt: skip
-MOST_ROWS = 2000  # of a table
+MOST_ROWS = 2000  # per table
 
 
 def render_page(status: Status) -> str:
-    """Returns the page; all that strangers have written is escaped."""
+    """Returns the page; all text from strangers is escaped."""
     charter, counts = status.charter, status.counts
     total = max(1, len(status.slots))
     steps = sum(int(slot.expert.about.get("steps", 0)) for slot in status.slots if slot.expert is not None)

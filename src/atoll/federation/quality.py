@@ -1,8 +1,8 @@
-"""How good an expert is, in units in which all compare: the error of the canonical velocity at each noise level.
+"""Measures experts in units that compare: the error of the canonical velocity at each noise level.
 
-Every expert is asked at the same held-out images, noise and times, so that two of them differ by what they answer. The
-baseline is what captions alone allow: the posterior mean of a Gaussian around the caption's mean latent, of the
-variance that is left around it. That is the caption's mean at pure noise, and the plain image where there is none.
+All experts are evaluated on the same held-out images, noise and times, so that only their predictions differ. The
+baseline is what captions alone allow: the posterior mean of a Gaussian around the caption's mean latent, with the
+residual variance. At pure noise that is the caption's mean, and without noise the image itself.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from atoll.training.expert import ExpertTask
 from atoll.training.held_out import held_out_batches, means_by_bin
 from atoll.training.task import on_linear_path
 
-FOR_VARIANCE = 2048  # rows of training
+FOR_VARIANCE = 2048  # training rows
 SAMPLE_STEPS = 10
 Velocity = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(x, t, tokens, mask) -> dx/dt."""
@@ -35,7 +35,7 @@ Velocity = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @torch.no_grad()
 def errors_by_level(velocities: Mapping[str, Velocity], task: ExpertTask, gate: Gate) -> dict[str, list[float]]:
-    """Returns the mean squared error of each velocity at each of `gate.levels` equal parts of t, from 0 to 1."""
+    """Returns the mean squared error of each velocity in each of `gate.levels` equal intervals of t, from 0 to 1."""
     found: dict[str, list[Tensor]] = {name: [] for name in velocities}
     times = []
     for _, x0, eps, t, (tokens, mask) in held_out_batches(
@@ -51,13 +51,13 @@ def errors_by_level(velocities: Mapping[str, Velocity], task: ExpertTask, gate: 
 
 
 def velocity_of(expert: Expert) -> Velocity:
-    """Returns an expert as samplers ask it."""
+    """Returns an expert's velocity as samplers evaluate it."""
     canonical = VelocityExpert.of(expert)
     return lambda x, t, tokens, mask: canonical.velocity(x, t, canonical.read_text(tokens, mask))
 
 
 def baseline_of(task: ExpertTask) -> Velocity:
-    """Returns what captions alone allow, fitted to the slot's images."""
+    """Returns the velocity that captions alone allow, fitted to the slot's images."""
     prior = task.prior
     variance = left_variance(task, prior)
 
@@ -83,7 +83,7 @@ def left_variance(task: ExpertTask, prior: TextPrior) -> float:
 
 
 def check_quality(expert: Expert, present: Expert | None, task: ExpertTask, gate: Gate) -> dict[str, Any]:
-    """Returns errors by level, if they pass the gate."""
+    """Returns errors by level; raises QualityError if they do not pass the gate."""
     velocities = {"expert": velocity_of(expert), "baseline": baseline_of(task)}
     if present is not None:
         velocities["present"] = velocity_of(present)
@@ -108,8 +108,8 @@ def check_quality(expert: Expert, present: Expert | None, task: ExpertTask, gate
 def energy_score(ensemble: Ensemble, task: ExpertTask, num: int) -> float:
     """Returns E|made - real| - E|made - made'| / 2 over held-out captions: the lower, the nearer to their images.
 
-    It is a proper score: on average nothing has a lower one than the captions' own distribution of images, neither
-    their mean nor a sharper one. So there is no guidance.
+    It is a proper score: on average nothing scores lower than the captions' own distribution of images, neither their
+    mean nor a sharper one. So no guidance is used.
     """
     rows = np.resize(task.view.evaluation_rows(num), num)
     prompts = Prompts.of(EncodedTexts.of(task.text, task.view.tokens(rows, task.text)))
@@ -126,9 +126,9 @@ def energy_score(ensemble: Ensemble, task: ExpertTask, num: int) -> float:
 def check_samples(
     folder: Path, present: Path | None, others: Sequence[Path], slot: int, task: ExpertTask, gate: Gate
 ) -> dict[str, float]:
-    """Returns the scores of the ensemble with an expert and without it, or with the present one, if they pass the gate.
+    """Returns the ensemble's scores with an expert and without it (or with the present one); refuses a worse one.
 
-    The ensemble is that of the others' experts, routed by their cards.
+    The ensemble has the others' experts, routed by their cards.
     """
     by_slot = {ExpertCard.read(other).cluster: other for other in others}
     slots = {number: own for number, own in by_slot.items() if number is not None and number != slot}
@@ -155,7 +155,7 @@ def _ensemble_of(members: Mapping[int, Path]) -> Ensemble:
 
 
 class QualityError(InputError):
-    """An expert that is not good enough, with its figures."""
+    """Raised for an expert that is not good enough, with its figures."""
 
     def __init__(self, message: str, errors: Mapping[str, list[float]]) -> None:
         super().__init__(message)
@@ -163,7 +163,7 @@ class QualityError(InputError):
 
 
 def _rounded(errors: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Returns figures as JSON has them: no number is NaN."""
+    """Returns figures for JSON: rounded, and never NaN."""
     finite = {
         name: torch.tensor(own, dtype=torch.float64).nan_to_num(1e9).clamp(max=1e9) for name, own in errors.items()
     }

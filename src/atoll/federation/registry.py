@@ -1,4 +1,4 @@
-"""From accepted experts to a model: verified downloads, kept on this machine, put together, with credits."""
+"""Assembles a model of accepted experts: verified downloads, cached on this machine, with credits."""
 
 import sys
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from atoll.storage import write_text
 
 
 def find_model(place: str | Path, revision: str | None = None) -> Path | None:
-    """Returns the folder of a federation's present model; None if the place is none."""
+    """Returns the folder of a federation's present model; None if the place is no federation."""
     if not is_federation(place):
         return None
     if revision is not None:
@@ -29,7 +29,7 @@ def find_model(place: str | Path, revision: str | None = None) -> Path | None:
 
 
 def build_model(federation: Federation) -> Path:
-    """Downloads what has been accepted and puts it together, unless that was done before."""
+    """Downloads and assembles what has been accepted, unless it is cached; returns the folder."""
     accepted = federation.experts(federation.slots())
     for slot, reason in federation.revoked.items():
         print(printable(f"atoll: slot {slot} is left out: {reason}"), file=sys.stderr)

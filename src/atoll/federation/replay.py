@@ -1,8 +1,8 @@
-"""Training redone: from one published checkpoint to the next by the loop's own steps, and the two updates compared.
+"""Replays training from one published checkpoint to the next by the loop's own steps, and compares the two updates.
 
-Randomness is a function of (seed, step), so whoever has the data can redo any part of a run. On another kind of CPU the
-redone update differs by rounding, about 1e-4 of its length; whatever was not trained so differs by about all of it
-(docs/federation_verification.md has both distributions).
+Randomness is a function of (seed, step), so anyone with the data can replay any part of a run. On another kind of CPU
+the replayed update differs by rounding, about 1e-4 of its length; weights that were not trained like this differ by
+about all of it (docs/federation_verification.md has both distributions).
 """
 
 import math
@@ -31,7 +31,7 @@ from atoll.training.tally import Tally
 from atoll.training.task import Batches
 
 ADVICE = "submit the checkpoints as training has written them"
-SAME_START = 1e-3  # relative: random numbers round by the CPU too
+SAME_START = 1e-3  # relative: random numbers also differ by rounding between CPUs
 
 
 class Segment(NamedTuple):
@@ -49,12 +49,12 @@ class Segment(NamedTuple):
 
 
 def for_replay(settings: ExpertSettings) -> ExpertSettings:
-    """Returns settings that take the same steps on this machine, whatever the run's had."""
+    """Returns settings that take the same steps on this machine, whatever the run's own were."""
     return replace(settings, device="cpu", compile=False, shard=False, checkpointing=False, threads=1, sample_every=0)
 
 
 def segments_of(folder: Path, settings: ExpertSettings, longest: int) -> list[Segment]:
-    """Returns all parts of a run, if the published checkpoints lead from its first step to its last without a gap."""
+    """Returns all segments of a run; raises InputError unless the published checkpoints cover it without a gap."""
     paths = checkpoint.saved(folder)
     steps = [int(path.stem) for path in paths]
     if not steps or steps[0] != 0 or steps[-1] != settings.steps:
@@ -70,7 +70,7 @@ def segments_of(folder: Path, settings: ExpertSettings, longest: int) -> list[Se
 
 
 def read_progress(path: Path) -> Progress:
-    """Returns what a checkpoint says of how far its run is; the tensors are not read."""
+    """Returns the progress that a checkpoint records, without reading its tensors."""
     with TensorFile(path, ADVICE, path.parent) as file:
         try:
             return build(Progress, parse_json(file.metadata["progress"].encode()), "its progress")
@@ -79,10 +79,10 @@ def read_progress(path: Path) -> Progress:
 
 
 def choose(segments: Sequence[Segment], settings: ExpertSettings, width: int, num: int, seed: int) -> list[Segment]:
-    """Returns the segments to redo: the one with the longest update for its learning rates, and others at random.
+    """Returns the segments to replay: the one with the longest update for its learning rates, and others at random.
 
-    Weights that came from elsewhere in one leap are longest there; a forgery that is spread over the run is met by
-    chance. Nobody can know the seed before the checkpoints are published.
+    Foreign weights inserted at one point make that segment's update the longest; a forgery spread over the run is
+    caught by chance. Nobody can know the seed before the checkpoints are published.
     """
     if num >= len(segments):
         return list(segments)
@@ -110,7 +110,7 @@ def _length(segment: Segment) -> float:
 
 
 class Replay:
-    """A run that is redone in parts, by a task on the same data."""
+    """Replays parts of a run, by a task on the same data."""
 
     def __init__(self, task: ExpertTask, settings: ExpertSettings) -> None:
         self.task, self.settings = task, settings
@@ -127,7 +127,7 @@ class Replay:
                     raise InputError(f"the checkpoint {path} is of another network: {ADVICE}")
 
     def check_start(self, path: Path) -> None:
-        """Refuses a first checkpoint that is not where the run's seed, or the first weights, put it."""
+        """Refuses a first checkpoint other than what the run's seed, or the initial weights, give."""
         published = self.read(path)[0]
         for name, weight in self.first.items():
             for part in PARTS[:2]:
@@ -140,7 +140,7 @@ class Replay:
             raise InputError("its first checkpoint has moments of the optimiser, before any step was taken")
 
     def redo(self, segment: Segment) -> dict[str, float]:
-        """Returns how far the redone update is from the published one, in lengths of that: of all that is learned."""
+        """Replays a segment; returns the update's error relative to the published one, for all that is learned."""
         learner = self.learner
         progress = checkpoint.load(segment.start, learner.tensors())
         before = {name: tensor.clone() for name, tensor in tensors_of(learner).items()}
@@ -161,7 +161,7 @@ class Replay:
         return compare(before, tensors_of(learner), published)
 
     def read(self, path: Path) -> tuple[dict[str, Tensor], Progress]:
-        """Returns all that is learned at a checkpoint, and how far its run was."""
+        """Returns the learned tensors of a checkpoint, and its progress."""
         into = {name: torch.empty_like(tensor) for name, tensor in tensors_of(self.learner).items()}
         progress = checkpoint.load(path, into)
         check_finite(into, path)
@@ -169,7 +169,7 @@ class Replay:
 
 
 def tensors_of(learner: Learner) -> dict[str, Tensor]:
-    """Returns what a learner has learned, where it is."""
+    """Returns a learner's learned tensors, without copying them."""
     return {name: tensor.detach() for name, tensor in learner.tensors().items() if isinstance(tensor, Tensor)}
 
 
@@ -190,6 +190,6 @@ def compare(
 
 
 def describe(errors: Mapping[str, float]) -> dict[str, Any]:
-    """Returns errors as JSON has them."""
+    """Returns errors for JSON: rounded, under readable names."""
     names = dict(zip(PARTS, ("weights", "ema", "moment1", "moment2"), strict=True))
     return {names[part]: float(f"{error:.3g}") for part, error in errors.items()}

@@ -1,16 +1,16 @@
-"""Who may say what: the signed metadata of a federation, by The Update Framework (python-tuf).
+"""The signed metadata of a federation, which assigns roles, by The Update Framework (python-tuf).
 
 STORE/metadata/1.root.json        founders: who has which role, and how many of them must sign
 STORE/metadata/N.targets.json     founders: the charter; and that verifiers accept experts
 STORE/metadata/N.experts-HHHH.json  verifiers: the submission that has a slot, and those that had it before
 STORE/metadata/N.snapshot.json, timestamp.json  one founder or verifier: which versions belong together, and until when
-STORE/proposals/                  metadata that enough of them have not signed yet
-STORE/blobs/SHA256.NAME, submissions/ID.SLOT.json, charter/SHA256.charter.json  what the metadata is about
+STORE/proposals/                  metadata that does not have enough signatures yet
+STORE/blobs/SHA256.NAME, submissions/ID.SLOT.json, charter/SHA256.charter.json  what the metadata refers to
 
 Each slot has metadata of its own (a bin of TUF's succinct roles), so that verifiers who accept experts of several slots
 at once do not wait for each other: the next version is a function of the present one and of the submission alone, and
-each verifier adds a signature to the same bytes. TUF's own client checks all of it: signatures, versions that only
-grow, versions that belong together, and a timestamp that expires.
+each verifier adds a signature to the same bytes. TUF's own client checks everything: signatures, that versions only
+increase and belong together, and that the timestamp has not expired.
 """
 
 import hashlib
@@ -39,43 +39,43 @@ BINS, BITS = "experts", 14
 LIFETIME = timedelta(days=3650)  # of all metadata but the timestamp
 MAX_METADATA = 8 << 20  # bytes
 MAX_SLOT = 1 << 20  # bytes of the card of a slot
-MOST_OPENED = 2000  # slots that contributors have opened, and proposals, that are read
-KEPT = 20  # submissions that had a slot before, by name
-NUM_REQUESTS = 16  # under way at once
-TRUSTED = "trusted.json"  # the root that this machine trusts first
+MOST_OPENED = 2000  # contributors' slots, and proposals, that are read
+KEPT = 20  # former submissions listed for a slot
+NUM_REQUESTS = 16  # in flight at once
+TRUSTED = "trusted.json"  # the root that this machine trusted first
 NUM_TRIES = 200  # of a conditional write, each after somebody else's has succeeded
 
 
 class FrozenError(InputError):
-    """Metadata that has expired: whoever has a key can sign it anew."""
+    """Raised when metadata has expired; anyone with a signing key can renew it."""
 
 
 class UnsignedError(InputError):
-    """Metadata that not enough of those have signed who may."""
+    """Raised when too few of those who may sign metadata have signed it."""
 
 
 class AlteredError(InputError):
-    """What lies in the store is not what was signed, which says nothing of what was: it can be uploaded again."""
+    """Raised when a stored file is not the one that was signed; the original can be uploaded again."""
 
 
 class Accepted(NamedTuple):
-    """What verifiers have signed of a slot."""
+    """The expert that verifiers have signed for a slot."""
 
     slot: int
     submission: str  # SHA-256
     size: int  # of the manifest
-    previous: tuple[str, ...]  # submissions that had the slot before, the latest first
-    about: Mapping[str, Any]  # author, objective, ...: for those who have not read the manifest
+    previous: tuple[str, ...]  # former submissions of the slot, the latest first
+    about: Mapping[str, Any]  # author, objective, ...: known without reading the manifest
 
 
 def url_of(place: str | Path) -> str:
-    """Returns the URL of a store that is named by URL or, a local one, by its folder."""
+    """Returns the URL of a store, given by URL or by a local folder."""
     path = place_of(place)
     return str(path).rstrip("/") if isinstance(path, StorePath) else f"file://{resolved(path)}"
 
 
 def is_federation(place: str | Path) -> bool:
-    """Whether a model that is named so is a federation's: any URL, or a folder with its metadata."""
+    """Returns whether a model's place is a federation: any URL, or a folder with a federation's metadata."""
     path = place_of(place)
     return isinstance(path, StorePath) or (path / "metadata" / "timestamp.json").is_file()
 
@@ -87,7 +87,7 @@ def fingerprint_of(root: bytes) -> str:
 
 
 def path_of(slot: int) -> str:
-    """Returns the name of the target that a slot's expert is."""
+    """Returns the name of the TUF target of a slot's expert."""
     return f"submissions/{slot:04d}.json"
 
 
@@ -107,7 +107,7 @@ class Federation:
     def __init__(self, url: str) -> None:
         library()
         self.url, self.store = url, open_store(url)
-        self.place = url.removeprefix("file://")  # as it is shown to people
+        self.place = url.removeprefix("file://")  # as shown to users
         name = hashlib.sha256(url.encode()).hexdigest()[:16]
         self.folder, self.cache = home() / "federations" / name, cache_folder() / "federations" / name
         self.revoked: dict[int, str] = {}  # slots whose expert is not signed by enough of the present verifiers
@@ -118,7 +118,7 @@ class Federation:
 
     @classmethod
     def open(cls, place: str | Path, fingerprint: str | None = None, refresh: bool = True) -> "Federation":
-        """Opens a federation. The root that is met first is trusted from then on, or one of a given fingerprint."""
+        """Opens a federation. The first root seen is trusted from then on; it must have the `fingerprint`, if given."""
         federation = cls(url_of(place))
         federation.is_new = not (federation.folder / TRUSTED).exists()
         if federation.is_new:
@@ -182,11 +182,11 @@ class Federation:
             raise InputError(f"the charter of {self.place} cannot be read ({reason_of(error)})") from error
 
     def fetch(self, name: str, blob: Blob, path: Path | None = None, bar: "tqdm[Any] | None" = None) -> Path:
-        """Returns a file of the store, downloaded unless it is here; TUF's client checks its length and SHA-256."""
+        """Returns a file of the store, downloaded unless cached; TUF's client checks its length and SHA-256."""
         from tuf.api.metadata import TargetFile
 
         path = path or self.cache / "files" / blob.sha256[:2] / f"{blob.sha256}.{name.rpartition('/')[2]}"
-        if path.exists() and path.stat().st_size == blob.size:  # what is here was checked when it came
+        if path.exists() and path.stat().st_size == blob.size:  # checked when downloaded
             if bar is not None:
                 bar.update(blob.size)
             return path
@@ -200,7 +200,7 @@ class Federation:
     _bar: "tqdm[Any] | None" = None
 
     def fetch_files(self, files: Files, folder: Path, what: str) -> None:
-        """Downloads blobs to their places in a folder, with a bar."""
+        """Downloads blobs to their places in a folder, with a progress bar."""
         total = sum(blob.size for blob in files.values())
         with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False, delay=1) as bar:
             for name, blob in files.items():
@@ -213,7 +213,7 @@ class Federation:
             keys = [key for key, size in self.store.list("slots") if size <= MAX_SLOT][:MOST_OPENED]
             with ThreadPoolExecutor(NUM_REQUESTS) as pool:
                 for key, content in zip(keys, pool.map(self._get_slot, keys), strict=True):
-                    with suppress(InputError):  # what strangers write there is no reason to stop
+                    with suppress(InputError):  # strangers can write there
                         slot = unseal(content, Slot, key)
                         if key == f"slots/{slot.number:04d}.json" and len(slots) < MAX_SLOTS:
                             slots.setdefault(slot.number, slot)
@@ -236,7 +236,7 @@ class Federation:
         return slot
 
     def experts(self, slots: Iterable[int]) -> dict[int, Accepted]:
-        """Returns what has been accepted for these slots; `revoked` says which are no longer signed."""
+        """Returns the accepted experts of these slots; `revoked` lists those no longer signed by enough verifiers."""
         numbers = list(slots)
         roles = {number: self._bin(number) for number in numbers}
         with locked(self.folder):
@@ -270,7 +270,7 @@ class Federation:
         return delegations.succinct_roles.get_role_for_target(path_of(slot))
 
     def _prefetch(self, roles: set[str]) -> None:
-        """Downloads the metadata of several slots at once; TUF's client then asks for one after the other."""
+        """Downloads the metadata of several slots in parallel; TUF's client itself reads one after the other."""
         keys = []
         for role in roles:
             version = self.snapshot.signed.meta[f"{role}.json"].version
@@ -290,7 +290,7 @@ class Federation:
 
     @property
     def verifiers(self) -> list[str]:
-        """The public keys of those who accept experts."""
+        """Returns the public keys of those who accept experts."""
         delegations = self.targets.signed.delegations
         assert delegations is not None
         return [key.keyval["public"] for key in delegations.keys.values()]
@@ -311,7 +311,7 @@ class Federation:
 
     @property
     def num_verdicts(self) -> int:
-        """How many verifiers must accept an expert."""
+        """Returns how many verifiers must accept an expert."""
         return self.targets.signed.get_delegated_role(f"{BINS}-{0:04x}").threshold
 
     def require_verifier(self, identity: Identity) -> None:
@@ -323,7 +323,7 @@ class Federation:
 
     @contextmanager
     def _sentences(self, what: str = "its metadata") -> Iterator[None]:
-        """Makes one sentence of what TUF's client finds."""
+        """Converts errors of TUF's client to InputErrors of one sentence."""
         from securesystemslib.exceptions import StorageError
         from tuf.api import exceptions as tuf
 
@@ -365,9 +365,9 @@ class Federation:
         return datetime.fromisoformat(self.charter.created).replace(tzinfo=UTC) + LIFETIME
 
     def next_bin(self, slot: int, submission: tuple[str, int] | None, about: Mapping[str, Any]) -> "Metadata[Targets]":
-        """Returns the metadata that would give a slot to a submission (id, size), or take its expert away.
+        """Returns the metadata that would give a slot to a submission (id, size), or remove its expert.
 
-        It follows from the present metadata and the arguments alone, so that verifiers sign the same bytes.
+        It depends on the present metadata and the arguments alone, so that verifiers sign the same bytes.
         """
         from tuf.api.metadata import Metadata, TargetFile, Targets
 
@@ -388,14 +388,14 @@ class Federation:
         return Metadata(signed)
 
     def sign_bin(self, identity: Identity, slot: int, metadata: "Metadata[Targets]") -> tuple[int, bool]:
-        """Adds a signature to metadata of a slot, and publishes it if there are enough; returns how many there are."""
+        """Signs metadata of a slot; returns the number of signatures, and whether they sufficed to publish it."""
         role = self._bin(slot)
         signed = self._propose(identity, role, metadata, self.targets.signed)
         num = len(self._valid(signed, self.targets.signed, role))
         return num, num >= self.num_verdicts and self._publish(identity, role, signed)
 
     def _propose(self, identity: Identity, role: str, metadata: Any, delegator: Any) -> Any:
-        """Adds a signature to the proposal in the store, whoever began it; returns it with all valid signatures."""
+        """Adds a signature to the proposal in the store, or creates it; returns it with all valid signatures."""
         from tuf.api.metadata import Metadata
 
         key = f"proposals/{role}.{metadata.signed.version}.{sha256_of(metadata.signed_bytes)[:16]}.json"
@@ -404,24 +404,24 @@ class Federation:
             signed.sign(identity.signer, append=True)
             with suppress(FileNotFoundError, StoreError):
                 content, etag = self.store.read(key, MAX_METADATA)
-                with suppress(Exception):  # whatever a stranger may have written there
+                with suppress(Exception):  # strangers can write anything there
                     other = Metadata.from_bytes(content)
                     if other.signed_bytes == metadata.signed_bytes:
                         signed.signatures |= self._valid(other, delegator, role)
             if self.store.replace(key, signed.to_bytes(), etag) if etag else self.store.create(key, signed.to_bytes()):
                 return signed
-            with suppress(FileNotFoundError):  # False may mean that an earlier attempt got through
+            with suppress(FileNotFoundError):  # False may mean that an earlier attempt succeeded
                 if self.store.get(key, MAX_METADATA) == signed.to_bytes():
                     return signed
         raise InputError(f"{self.place}/{key} changes all the time: try again later")
 
     def _valid(self, metadata: Any, delegator: Any, role: str) -> dict[str, Any]:
-        """Returns the signatures that count."""
+        """Returns the valid signatures."""
         result = delegator.get_verification_result(role, metadata.signed_bytes, metadata.signatures)
         return {keyid: metadata.signatures[keyid] for keyid in result.signed}
 
     def _publish(self, identity: Identity, role: str, metadata: Any) -> bool:
-        """Makes metadata that enough have signed the present one; False if another version came first."""
+        """Publishes metadata that enough have signed; returns False if another version came first."""
         from tuf.api.metadata import Metadata
 
         version, delegator = metadata.signed.version, self.root.signed if role == "targets" else self.targets.signed
@@ -431,14 +431,14 @@ class Federation:
                 other = Metadata.from_bytes(self.store.get(key, MAX_METADATA))
                 delegator.verify_delegate(role, other.signed_bytes, other.signatures)
                 if other.signed_bytes != metadata.signed_bytes and other.signed.version == version:
-                    self.sign_snapshot(identity, {role: version})  # should its publisher have been killed
+                    self.sign_snapshot(identity, {role: version})  # in case its publisher was killed
                     return False
             self.store.put(key, content)  # what was there is not signed, or has fewer signatures
         self.sign_snapshot(identity, {role: version})
         return True
 
     def sign_snapshot(self, identity: Identity, versions: Mapping[str, int], refresh: bool = True) -> None:
-        """Signs that these versions of roles belong to the present ones."""
+        """Signs a snapshot that has these versions of roles."""
         from tuf.api.metadata import Metadata, MetaFile, Snapshot
 
         for _ in range(NUM_TRIES):
@@ -457,13 +457,13 @@ class Federation:
                 if (other := self._snapshot_at(key, present.version + 1)) is None:
                     self.store.put(key, snapshot.to_bytes())
                 else:
-                    snapshot = other  # of another publisher, perhaps a killed one: it counts, ours comes after it
+                    snapshot = other  # of another publisher, perhaps a killed one: it stands, and ours comes next
             self._stamp(identity, snapshot.signed.version)
             self.snapshot, refresh = snapshot, True
         raise InputError(f"the metadata of {self.place} changes all the time: try again later")
 
     def _snapshot_at(self, key: str, version: int) -> "Metadata[Snapshot] | None":
-        """Returns a snapshot of the store, if it is signed by who may."""
+        """Returns a snapshot of the store; None unless it is validly signed."""
         from tuf.api.metadata import Metadata, Snapshot
 
         with suppress(Exception):
@@ -474,7 +474,7 @@ class Federation:
         return None
 
     def _stamp(self, identity: Identity, snapshot: int) -> bool:
-        """Signs that a snapshot is the present one; False if somebody else has signed a timestamp meanwhile."""
+        """Signs a timestamp for a snapshot; returns False if somebody else has signed one meanwhile."""
         from tuf.api.metadata import Metadata, MetaFile, Timestamp
 
         content, etag = self.store.read("metadata/timestamp.json", MAX_METADATA)
@@ -490,7 +490,7 @@ class Federation:
         return self.store.replace("metadata/timestamp.json", stamp.to_bytes(), etag)
 
     def renew(self, identity: Identity) -> None:
-        """Signs the timestamp anew if half of its time is over, if it has expired, or if its signer was revoked."""
+        """Renews the timestamp if half of its time is over, if it has expired, or if its signer was revoked."""
         from tuf.api.metadata import Metadata
 
         try:
@@ -514,7 +514,7 @@ class Federation:
             raise UnsignedError(
                 f"the timestamp of {self.place} is not valid, and this key may not sign one: ask a verifier"
             )
-        with suppress(Exception):  # the store may have newer ones, whose time is over
+        with suppress(Exception):  # the store may have newer ones that have expired too
             stamp: Any = Metadata.from_bytes(self.store.get("metadata/timestamp.json", MAX_METADATA))
             self.root.signed.verify_delegate("timestamp", stamp.signed_bytes, stamp.signatures)
             version = stamp.signed.snapshot_meta.version
@@ -527,7 +527,7 @@ class Federation:
         self.refresh()
 
     def finish_proposals(self, identity: Identity) -> int:
-        """Publishes what enough have signed, should its last signer have been killed; removes what is outdated."""
+        """Publishes what enough have signed, in case its last signer was killed; removes outdated proposals."""
         from tuf.api.metadata import Metadata
 
         num = 0
@@ -548,7 +548,7 @@ class Federation:
                 except InputError:
                     raise
                 except Exception:
-                    continue  # not enough have signed it yet, or it is nothing that can be signed
+                    continue  # too few signatures so far, or no metadata at all
                 num += self._publish(identity, role, metadata)
         return num
 
@@ -558,7 +558,7 @@ def _plain(fingerprint: str) -> str:
 
 
 def _fetcher(federation: Federation) -> Any:
-    """Returns what lets TUF's client read from an object store."""
+    """Returns a fetcher with which TUF's client reads from an object store."""
     from tuf.api.exceptions import DownloadHTTPError
     from tuf.ngclient import FetcherInterface
 
@@ -587,7 +587,7 @@ def _fetcher(federation: Federation) -> Any:
 
 
 def found(url: str, identity: Identity, charter: Charter, verifiers: list[Person], num_verdicts: int) -> Federation:
-    """Writes the first metadata, the root last: before it is there, there is no federation."""
+    """Writes the first metadata, the root last: until it exists, there is no federation."""
     from tuf.api.metadata import (
         Delegations,
         Metadata,
@@ -630,7 +630,7 @@ def found(url: str, identity: Identity, charter: Charter, verifiers: list[Person
         write: Callable[[str, bytes], object] = store.create if name == "1.root" else store.put
         write(f"metadata/{name}.json", metadata.to_bytes())
     with suppress(OSError):
-        (federation.folder / TRUSTED).unlink()  # of a federation that was at the same URL before
+        (federation.folder / TRUSTED).unlink()  # of an earlier federation at the same URL
     return Federation.open(url, fingerprint_of(metadata.to_bytes()))
 
 
@@ -644,7 +644,7 @@ def change_roles(
     num_verdicts: int,
     num_founders: int,
 ) -> list[str]:
-    """Proposes and signs other roles and another charter; publishes them if enough founders have signed."""
+    """Proposes and signs new roles and a new charter; publishes them if enough founders have signed."""
     from tuf.api.metadata import Delegations, Metadata, Role, SuccinctRoles, TargetFile
 
     if not 1 <= num_verdicts <= len(verifiers):
@@ -669,12 +669,12 @@ def change_roles(
     if new_root := root.to_dict() | {"version": 0} != federation.root.signed.to_dict() | {"version": 0}:
         federation._propose(identity, "root", Metadata(root), root)
     if new_root or targets.to_dict() | {"version": 0} != federation.targets.signed.to_dict() | {"version": 0}:
-        federation._propose(identity, "targets", Metadata(targets), root)  # by as many as a new root may ask for
+        federation._propose(identity, "targets", Metadata(targets), root)  # by as many founders as the new root demands
     return finish_roles(federation, identity)
 
 
 def sign_roles(federation: Federation, identity: Identity) -> list[str]:
-    """Adds a founder's signature to what the others propose."""
+    """Adds a founder's signature to what other founders have proposed."""
     from tuf.api.metadata import Metadata
 
     for key, _ in federation.store.list("proposals"):
@@ -697,7 +697,7 @@ def _coming_root(federation: Federation) -> Any:
 
 
 def finish_roles(federation: Federation, identity: Identity) -> list[str]:
-    """Publishes what enough founders have signed: the root first, then what it makes valid."""
+    """Publishes what enough founders have signed: the root first, then the targets that it validates."""
     from tuf.api.metadata import Metadata
 
     lines, versions, waiting = list[str](), dict[str, int](), False
@@ -723,7 +723,7 @@ def finish_roles(federation: Federation, identity: Identity) -> list[str]:
                 lines.append(
                     f"{role} version {version} waits for more founders: `atoll federation sign {federation.place}`"
                 )
-                waiting = True  # what comes with a new root comes after it
+                waiting = True  # targets proposed with a new root come after it
                 continue
             federation.store.put(f"metadata/{version}.{role}.json", metadata.to_bytes())
             federation.store.delete(key)
@@ -734,7 +734,7 @@ def finish_roles(federation: Federation, identity: Identity) -> list[str]:
                 versions = {role: version}
             break
     if any("published" in line for line in lines):
-        # Whoever signed the last snapshot and timestamp may be revoked by now, so both are signed anew.
+        # Whoever signed the last snapshot and timestamp may be revoked by now, so both are signed again.
         others = {name.removesuffix(".json"): file.version for name, file in federation.snapshot.signed.meta.items()}
         federation.snapshot.signed.meta = {}
         federation.sign_snapshot(identity, {**others, **versions}, refresh=False)

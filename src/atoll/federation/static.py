@@ -1,4 +1,4 @@
-"""What can be said of a submission before anything in it is run: files, formats, sizes, and whether its card fits."""
+"""Static checks of a submission, before anything in it is run: files, formats, sizes, and whether its card fits."""
 
 import os
 import re
@@ -22,7 +22,7 @@ FILES = (CONFIG, WEIGHTS, CALIBRATION, RUN)
 
 
 def check_files(folder: Path, gate: Gate) -> dict[str, int]:
-    """Returns the size of each file, if they are those of a submission and none is too large; none of them is read."""
+    """Returns the size of each file, without reading any; raises InputError for an unexpected or too large one."""
     limits = dict.fromkeys(FILES, gate.max_other) | {WEIGHTS: gate.max_weights}
     sizes: dict[str, int] = {}
     num_checkpoints = 0
@@ -51,7 +51,7 @@ def check_files(folder: Path, gate: Gate) -> dict[str, int]:
 
 
 def _names(folder: Path, most: int) -> list[tuple[str, str]]:
-    """Returns (folder, name) of all files, at most so many; the only folder is that of checkpoints, and no link."""
+    """Returns (folder, name) of all files, at most `most` per folder; the only subfolder is that of checkpoints."""
     names = []
     for place in ("", CHECKPOINTS):
         where = folder / place if place else folder
@@ -70,7 +70,7 @@ def _names(folder: Path, most: int) -> list[tuple[str, str]]:
 def check_expert(
     folder: Path, slot: int, gate: Gate, view: DatasetView, private: bool
 ) -> tuple[Expert, dict[str, Any]]:
-    """Returns the expert, whole and finite, if its card is that of an expert of this slot; and what there is to say."""
+    """Returns the expert and its figures; raises InputError unless its card fits the slot and its weights are valid."""
     card, data = ExpertCard.read(folder), view.data.card
     require_fit(CONFIG, card, data.latent_space, data.text, "the charter")
     if card.text_encoder is None:
@@ -106,7 +106,7 @@ def nearest_copy(
 ) -> tuple[str, float] | None:
     """Returns which of the others' weights is nearest, and its distance in lengths of the expert's own update.
 
-    The update is counted from the first weights `start`; without them, from zero.
+    The update is measured from the initial weights `start`; without them, from zero.
     """
     own = {name: p.detach().double() for name, p in expert.network.named_parameters()}
     shapes = {name: p.shape for name, p in own.items()}

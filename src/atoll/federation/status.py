@@ -1,7 +1,7 @@
-"""What a federation is doing: slots, leases, progress, verdicts and credits, from a bounded number of requests.
+"""The state of a federation: slots, leases, progress, verdicts and credits, from a bounded number of requests.
 
-What the names of objects say is taken from listings, which come a thousand names at a time; who has a slot is read from
-the signed metadata. Leases are read, at most MOST_READ of them, and so are the latest refusals.
+What object names show is taken from listings, which return a thousand names per request; who has a slot is read from
+the signed metadata. At most MOST_READ leases are read, and the latest refusals.
 """
 
 from collections import Counter, defaultdict
@@ -58,7 +58,7 @@ class Status:
 
 
 def read_status(federation: Federation) -> Status:
-    """Asks the store how things are."""
+    """Reads the status from the store."""
     store, charter = federation.store, federation.charter
     slots = federation.slots()
     experts = federation.experts(slots)
@@ -101,14 +101,14 @@ def _leases(federation: Federation, slots: dict[int, Slot]) -> tuple[dict[int, L
     names = {int(name): time for key, time in written.items() if (name := key[7:-5]).isdecimal() and int(name) in slots}
     latest = sorted(names, key=lambda number: names[number], reverse=True)[:MOST_READ]
     now = max(names.values(), default=0.0)
-    with suppress(InputError):  # who may only read takes the latest heartbeat for the present time
+    with suppress(InputError):  # with read access only, the latest heartbeat stands for the present time
         now = clock(store) if latest else now
     leases = _parallel(latest, lambda number: Lease.read(store, number)[0])
     return {n: lease for n, lease in leases.items() if lease is not None}, {n: now - names[n] for n in names}
 
 
 def _parallel(keys: list[K], read: Callable[[K], V]) -> dict[K, V]:
-    """Reads several objects at once; what cannot be read is left out."""
+    """Reads several objects in parallel; unreadable ones are left out."""
     found: dict[K, V] = {}
 
     def get(key: K) -> None:
@@ -148,7 +148,7 @@ def render_text(status: Status) -> list[str]:
 
 
 def describe_slot(slot: SlotStatus, needed: int) -> tuple[str, str, str]:
-    """Returns who works on a slot, what is going on, and under which licence."""
+    """Returns who works on a slot, its progress, and its licence."""
     if slot.expert is not None:
         about = slot.expert.about
         more = f", {slot.pending} pending" if slot.pending else ""

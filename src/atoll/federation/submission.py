@@ -1,4 +1,4 @@
-"""Submissions: what a contributor offers for a slot. Immutable, named by content, signed by its author.
+"""Submissions: experts offered for a slot. Immutable, named by content hash, signed by their author.
 
 STORE/submissions/ID.SLOT.json   the manifest in a signed envelope; ID is its SHA-256
 STORE/blobs/SHA256.NAME          the files that it lists
@@ -32,13 +32,13 @@ FORMAT = 1
 
 
 class Submission(Card):
-    """The manifest."""
+    """The manifest of a submission."""
 
     format: int = FORMAT
-    federation: Digest  # the root that it was made for, so that it counts in no other federation
+    federation: Digest  # of the root that it was made for, so that it is valid in no other federation
     slot: Count
     author: Person
-    contributors: list[Held] = Field(default_factory=list)  # whose work on this run it continues, the author last
+    contributors: list[Held] = Field(default_factory=list)  # who has worked on this run, the author last
     license: Annotated[str, Field(max_length=200)]
     objective: Annotated[str, Field(max_length=80)]
     model: Annotated[str, Field(max_length=80)]
@@ -50,7 +50,7 @@ class Submission(Card):
 
 
 class Key(NamedTuple):
-    """What the key of a submission says."""
+    """The object key of a submission."""
 
     id: str
     slot: int
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
 
 def list_submissions(store: Store) -> list[Key]:
-    """Returns all submissions, by their keys alone."""
+    """Returns all submissions, from their keys alone."""
     keys = []
     for key, size in store.list("submissions"):
         name, _, slot = key.removeprefix("submissions/").removesuffix(".json").partition(".")
@@ -74,14 +74,14 @@ def blob_key(name: str, blob: Blob) -> str:
 
 
 def describe(files: Iterable[tuple[str, Path]]) -> Files:
-    """Returns what files are."""
+    """Returns the hash and size of files."""
     return {name: Blob(sha256=digest_of(path), size=size_of(path)) for name, path in files}
 
 
 def upload(
     store: Store, files: Sequence[tuple[str, Path]], what: str, *, again: bool = False, known: Files | None = None
 ) -> Files:
-    """Uploads files as blobs, those that are not there yet or all `again`, with a bar; returns what they are."""
+    """Uploads files as blobs, only missing ones unless `again`; returns their hashes and sizes."""
     found = known or describe(files)
     blobs = {name: (path, found[name]) for name, path in files}
     total = sum(blob.size for _, blob in blobs.values())
@@ -99,7 +99,7 @@ def upload(
 
 
 def files_of(folder: Path) -> list[tuple[str, Path]]:
-    """Returns the files of a trained run that are submitted, by the names they get."""
+    """Returns the files of a trained run that are submitted, with their names there."""
     parts = [(name, folder / name) for name in PARTS if (folder / name).is_file()]
     return [
         *parts,
@@ -117,9 +117,9 @@ def submit(
     held: list[Held],
     private: bool,
 ) -> Key:
-    """Uploads an expert with its checkpoints and signs for it. The same expert is the same submission.
+    """Uploads an expert with its checkpoints and signs for it. The same expert gives the same submission.
 
-    One that is there already is uploaded again, should somebody have damaged its files.
+    An existing one is uploaded again, in case somebody has damaged its files.
     """
     store, gate = federation.store, federation.charter.gate
     paths = [(name, path) for name, path in files_of(folder) if not (private and name.startswith(CHECKPOINTS))]
@@ -145,7 +145,7 @@ def submit(
 
 
 def claims_of(folder: Path) -> dict[str, Any]:
-    """Returns what a manifest says of an expert, as its card has it."""
+    """Returns what a manifest claims about an expert, from its card."""
     training = ExpertCard.read(folder).training or {}
     settings, counts = training.get("settings"), {name: training.get(name) for name in ("steps", "samples")}
     if not isinstance(settings, dict) or any(type(num) is not int or num < 0 for num in counts.values()):
@@ -159,7 +159,7 @@ class Claim(Card):
 
 
 def claim_weights(store: Store, digest: str, identity: Identity) -> Person:
-    """Claims weights before they are uploaded; returns whose they are: the first who signed for them."""
+    """Claims weights before they are uploaded; returns their author, who was the first to sign for them."""
     key = f"authors/{digest}.json"
     content = seal(Claim(author=identity.person, weights=digest), identity)
     if store.create(key, content):
@@ -168,7 +168,7 @@ def claim_weights(store: Store, digest: str, identity: Identity) -> Person:
 
 
 def author_of(store: Store, digest: str) -> Person | None:
-    """Returns who has claimed these weights first; None if nobody has, or none that could sign for it."""
+    """Returns who claimed these weights first; None if there is no validly signed claim."""
     key = f"authors/{digest}.json"
     try:
         claim = unseal(store.get(key, MAX_MANIFEST), Claim, key)
@@ -178,7 +178,7 @@ def author_of(store: Store, digest: str) -> Person | None:
 
 
 def read_submission(federation: Federation, key: Key) -> Submission:
-    """Returns a manifest after its signature, its name and all its sizes were checked; raises InputError."""
+    """Returns a manifest; raises InputError unless its signature, name and sizes are right."""
     try:
         content = federation.store.get(str(key), MAX_MANIFEST)
     except FileNotFoundError as error:
@@ -189,7 +189,7 @@ def read_submission(federation: Federation, key: Key) -> Submission:
 
 
 def check_submission(federation: Federation, content: bytes, key: Key) -> Submission:
-    """Returns the manifest in an envelope, if it is for this slot of this federation and within its limits."""
+    """Returns the manifest in an envelope; raises InputError unless it fits the slot, the federation and the limits."""
     where = f"submission {key.id[:12]}"
     submission = unseal(content, Submission, where)
     if submission.slot != key.slot:
@@ -226,7 +226,7 @@ def check_license(charter: Charter, slot_license: str | None, license: str) -> N
 
 
 def summary(submission: Submission, **more: Any) -> dict[str, Any]:
-    """Returns what the signed metadata says of an accepted submission; TUF's JSON has no fractions."""
+    """Returns the signed metadata's summary of an accepted submission; TUF's JSON has no fractions."""
     return {
         "author": submission.author.key, "name": submission.author.name, "license": submission.license,
         "objective": submission.objective, "model": submission.model, "steps": submission.steps,

@@ -1,4 +1,4 @@
-"""Verifying: judge what is pending, sign a verdict, and add a signature to the next metadata of its slot.
+"""Verifies submissions: judges pending ones, signs verdicts, and signs the next metadata of their slots.
 
 STORE/verdicts/ID.SLOT.KEY.PRESENT.accept.json (or reject)  a signed verdict; PRESENT is the expert it was compared with
 """
@@ -35,16 +35,16 @@ from atoll.federation.submission import (
 from atoll.networks.stored import WEIGHTS
 from atoll.object_store import Store
 
-MOST_OTHERS = 8  # experts of other slots that a submission is judged beside
-NONE = "0" * 16  # in the place of the present expert where there is none
+MOST_OTHERS = 8  # experts of other slots that a submission is judged with
+NONE = "0" * 16  # for the present expert, if there is none
 
 
 class OwnFaultError(InputError):
-    """What is wrong is with the verifier's own files."""
+    """Raised for faults in the verifier's own files."""
 
 
 class Verdict(Card):
-    """What a verifier has found."""
+    """A verifier's signed judgement of a submission."""
 
     author: Person  # the verifier
     submission: Digest
@@ -53,12 +53,12 @@ class Verdict(Card):
     accepted: bool
     reason: str
     figures: dict[str, Any]
-    about: dict[str, Any]  # what the signed metadata says of it, if it is accepted
+    about: dict[str, Any]  # its summary in the signed metadata, if accepted
     judged: str  # a date
 
 
 class VerdictKey(NamedTuple):
-    """What the key of a verdict says. Anyone might have written it: only signatures count."""
+    """The object key of a verdict. Anyone may have written it: only signatures count."""
 
     submission: str
     slot: int
@@ -72,7 +72,7 @@ class VerdictKey(NamedTuple):
 
 
 def list_verdicts(store: Store) -> dict[Key, list[VerdictKey]]:
-    """Returns what the keys of all verdicts say, by submission."""
+    """Returns the keys of all verdicts, by submission."""
     verdicts = defaultdict(list)
     for key, _ in store.list("verdicts"):
         parts = key.removeprefix("verdicts/").split(".")
@@ -83,7 +83,7 @@ def list_verdicts(store: Store) -> dict[Key, list[VerdictKey]]:
 
 
 def read_verdict(federation: Federation, key: VerdictKey) -> Verdict:
-    """Returns a verdict, if a verifier has signed it."""
+    """Returns a verdict; raises InputError unless a verifier has signed it."""
     verdict = unseal(federation.store.get(str(key), MAX_MANIFEST), Verdict, str(key))
     if verdict.author.key not in federation.verifiers:
         raise InputError(f"{key} is signed by {verdict.author.name}, who is no verifier")
@@ -95,7 +95,7 @@ def read_verdict(federation: Federation, key: VerdictKey) -> Verdict:
 def verify(
     federation: Federation, identity: Identity, *, limits: Limits | None = None, only: int | None = None
 ) -> list[str]:
-    """Judges all submissions that this verifier has not judged; returns lines for the user. Rerun, it resumes."""
+    """Judges all submissions that this verifier has not judged; returns lines for the user. Rerun it to resume."""
     federation.renew(identity)
     federation.require_verifier(identity)
     lines = []
@@ -126,9 +126,9 @@ def verify(
 
 
 def is_pending(key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey], verifier: str) -> bool:
-    """Whether a verifier has still to judge a submission.
+    """Returns whether a verifier has yet to judge a submission.
 
-    One that was accepted by comparison with another expert than the present one is judged again, unless it has or had
+    One that was accepted in comparison with another expert than the present one is judged again, unless it has or had
     the slot.
     """
     own = [verdict for verdict in verdicts if verdict.verifier == verifier[:16]]
@@ -139,7 +139,7 @@ def is_pending(key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey
 
 
 def count_votes(federation: Federation, verdicts: Sequence[VerdictKey]) -> tuple[int, int]:
-    """Returns how many verifiers have accepted and refused, each counted once, by the names of their verdicts."""
+    """Returns how many verifiers have accepted and refused, each counted once, from the keys of their verdicts."""
     voters = {key[:16] for key in federation.verifiers}
     accepts = {vote.verifier for vote in verdicts if vote.accepted and vote.verifier in voters}
     rejects = {vote.verifier for vote in verdicts if not vote.accepted and vote.verifier in voters}
@@ -147,14 +147,14 @@ def count_votes(federation: Federation, verdicts: Sequence[VerdictKey]) -> tuple
 
 
 def is_refused(federation: Federation, verdicts: Sequence[VerdictKey]) -> bool:
-    """Whether so many have refused a submission that it cannot be accepted any more."""
+    """Returns whether too many have refused a submission for it to be accepted."""
     return count_votes(federation, verdicts)[1] > len(federation.verifiers) - federation.num_verdicts
 
 
 def sign_again(
     federation: Federation, identity: Identity, key: Key, present: Accepted | None, verdicts: Sequence[VerdictKey]
 ) -> list[str]:
-    """Adds a signature for a submission that this verifier has accepted, should the metadata be another by now."""
+    """Signs again for a submission that this verifier has accepted, in case the metadata has changed since."""
     if present is not None and key.id in (present.submission, *present.previous):
         return []
     own = [verdict for verdict in verdicts if verdict.verifier == identity.key[:16]]
@@ -165,7 +165,7 @@ def sign_again(
 
 
 def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limits | None) -> list[str]:
-    """Judges a submission and signs what came of it."""
+    """Judges a submission and signs the verdict."""
     present = federation.expert(key.slot)
     submission: Submission | None = None
     about: dict[str, Any] = {}
@@ -173,8 +173,8 @@ def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limi
         submission = read_submission(federation, key)
         judgement, about = _judge(federation, key, submission, present, limits)
     except (StoreError, OwnFaultError):
-        raise  # which says nothing of the submission
-    except AlteredError as error:  # neither does this: anyone with access could spoil another's submission for good
+        raise  # which says nothing about the submission
+    except AlteredError as error:  # nor does this: anyone with access could else ruin another's submission for good
         what = f"submission {key.id[:12]} is refused: {printable(str(error), 500)}"
         return [f"slot {key.slot}: {what}; no verdict is signed, for its author can upload it again"]
     except InputError as error:
@@ -196,7 +196,7 @@ def judge_one(federation: Federation, identity: Identity, key: Key, limits: Limi
 
 
 def accept(federation: Federation, identity: Identity, key: Key | None, about: dict[str, Any], slot: int = -1) -> str:
-    """Signs that a submission has its slot, or that a slot has no expert; published if enough have signed."""
+    """Signs that a submission gets its slot, or that a slot has no expert; publishes it if enough have signed."""
     number = slot if key is None else key.slot
     federation.refresh()
     size = 0 if key is None else federation.store.head(str(key))[0]
@@ -221,7 +221,7 @@ def _judge(
         raise InputError(f"the weights are a copy: {author.name} ({author.key[:8]}) was the first to sign for them")
     with TemporaryDirectory(prefix="atoll-") as place:
         folder = download_expert(federation, submission, Path(place) / "submission", checkpoints=True)
-        unseen = slot.is_private  # then any other slot says what latents and texts are
+        unseen = slot.is_private  # then any other slot defines latents and texts
         data = data_folder(federation, federation.charter.slots[0] if unseen else slot)
         others = [fetch_expert(federation, entry) for entry in neighbours(federation, key.slot)]
         before = None if present is None else fetch_expert(federation, present)
@@ -265,7 +265,7 @@ def fetch_expert(federation: Federation, entry: Accepted) -> Path:
 
 
 def roll_back(federation: Federation, identity: Identity, slot: int, to: str | None = None) -> str:
-    """Gives a slot back to the expert before the present one, to one of a given id, or with `none` to nobody."""
+    """Rolls a slot back to the expert before the present one, to one with a given id, or with `none` to no expert."""
     federation.renew(identity)
     federation.require_verifier(identity)
     federation.slot(slot)

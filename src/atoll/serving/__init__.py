@@ -1,1 +1,1 @@
-"""A model behind a URL: step-level batching, an HTTP API, a studio in the browser, experts with their owners."""
+"""Serves models over HTTP: step-level batching, an OpenAI-compatible API, a browser studio, and remote experts."""

@@ -1,9 +1,9 @@
-"""Who may ask: API keys from a file, which holds only their hashes, and what each of them may use.
+"""Authenticates clients by API keys, of which a file holds only the hashes, and enforces each key's limits.
 
     {"keys": [{"name": "alice", "sha256": "9f86d0...", "per_minute": 60, "in_flight": 8}]}
 
-A key is any text that cannot be guessed; `printf %s "$KEY" | sha256sum` gives its hash. Without a file, each address is
-a client of its own, without limits.
+A key is any text that cannot be guessed; `printf %s "$KEY" | sha256sum` gives its hash. Without a key file, each
+address is a separate client without limits.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from atoll.errors import InputError
 from atoll.serving.scheduler import BusyError
 from atoll.storage import read_json
 
-MAX_CLIENTS = 10_000  # addresses that are remembered at a time
+MAX_CLIENTS = 10_000  # addresses remembered at once
 
 
 class Key(Card):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-    per_minute: Annotated[int, Field(ge=1, le=10**9)] | None = None  # images, or samples of an expert; None: any
+    per_minute: Annotated[int, Field(ge=1, le=10**9)] | None = None  # images, or samples of an expert; None: unlimited
     in_flight: Annotated[int, Field(ge=1, le=10**9)] | None = None
 
 
@@ -35,16 +35,16 @@ class KeyFile(Card):
 
 
 class Client:
-    """One who asks, and what it has used."""
+    """A client and its usage."""
 
     def __init__(self, name: str, key: Key | None = None) -> None:
         self.name, self.key = name, key
-        self.held = self.used = 0  # now, and in all
+        self.held = self.used = 0  # now, and in total
         self._left, self._seen = float((key and key.per_minute) or 0), time.monotonic()
 
     @contextmanager
     def hold(self, num: int) -> Iterator[None]:
-        """Counts `num` images against the client's limits while they are made; raises BusyError beyond them."""
+        """Counts `num` images against the client's limits while they are generated; raises BusyError beyond them."""
         key = self.key
         if key is not None and key.in_flight is not None and self.held + num > key.in_flight:
             raise BusyError(f"key {self.name!r} may have {key.in_flight} in flight, and has {self.held}", 1)
@@ -64,14 +64,14 @@ class Client:
 
 
 class Access:
-    """Who is who, by key or by address."""
+    """Identifies clients, by key or by address."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file, self._clients = file, dict[str, Client]()
         self.reload()
 
     def reload(self) -> None:
-        """Reads the file again. Clients whose key is as before keep what they have used."""
+        """Rereads the file. Clients whose key is unchanged keep their usage."""
         if self.file is None:
             return
         advice = 'give a file such as {"keys": [{"name": "alice", "sha256": "..."}]}'
@@ -85,7 +85,7 @@ class Access:
             self._clients[key.sha256] = known if known and known.key == key else Client(key.name, key)
 
     def client(self, authorization: str | None, address: str) -> Client | None:
-        """Returns who asks; None: there are keys, and this is none of them."""
+        """Returns the client of a request; None if keys are required and this is not one of them."""
         if self.file is None:
             if len(self._clients) >= MAX_CLIENTS:
                 self._clients = {name: client for name, client in self._clients.items() if client.held}
@@ -93,16 +93,16 @@ class Access:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
-        # By its hash, so that neither the file nor the time that a look takes tells anything of a key.
+        # Looked up by hash, so that neither the file nor the lookup's timing reveals anything about a key.
         return self._clients.get(hashlib.sha256(key.strip().encode()).hexdigest())
 
     @property
     def held(self) -> int:
-        """Returns how many images are in flight, of all clients."""
+        """Returns how many images are in flight over all clients."""
         return sum(client.held for client in self._clients.values())
 
     def usage(self) -> Iterator[tuple[str, int, int]]:
-        """Yields the name, what is in flight and what was used in all, of each client with a key."""
+        """Yields the name, number in flight and total usage of each client with a key."""
         for client in self._clients.values():
             if client.key is not None:
                 yield client.name, client.held, client.used

@@ -1,7 +1,8 @@
-"""A model's scheduler in a process of its own, with the interface of one in this process.
+"""Runs a model's scheduler in a separate process, behind the interface of one in this process.
 
-HTTP, decoding and PNG files then do not take the interpreter from the steps. An image depends on its prompt, seed and
-settings alone; so if the process is lost, another one makes the images that are owed, and a client sees nothing of it.
+HTTP, decoding and PNG encoding then do not compete with the steps for the interpreter lock. An image depends only on
+its prompt, seed and settings; so if the process is lost, a new one generates the outstanding images, and clients do
+not notice.
 """
 
 import signal
@@ -29,13 +30,13 @@ from atoll.serving.scheduler import BusyError, Event, Failed, Finished, InFlight
 from atoll.serving.settings import Limits
 from atoll.storage import reason_of
 
-LOSSES = 3  # an image that was there at so many losses of the process is refused: it may be their cause
-PATIENCE = 30.0  # seconds that it has to end, if its images are not wanted
-PAUSES = (1.0, 30.0)  # seconds until a process that could not open the model is tried again: at first, and at most
+LOSSES = 3  # an image in flight at this many losses of the process is refused: it may be their cause
+PATIENCE = 30.0  # seconds that the process gets to exit once its images are cancelled
+PAUSES = (1.0, 30.0)  # seconds before the next attempt to open the model: initial and maximum
 
 
 class Opened(Protocol):
-    """A model with its scheduler, as `ServedHere` is."""
+    """An open model with its scheduler, such as `ServedHere`."""
 
     scheduler: Scheduler
     pipe: AtollPipeline
@@ -45,26 +46,26 @@ class Opened(Protocol):
 
 
 class Ready(NamedTuple):
-    """The model is open."""
+    """Reports that the model is open."""
 
     hash: str
     places: int
 
 
 class Stepped(NamedTuple):
-    """What a step has brought; tensors are arrays on their way, which travel faster."""
+    """The results of a step; tensors are sent as NumPy arrays, which is faster."""
 
     seconds: float
-    images: int  # that it has advanced; 0: there was no step
+    images: int  # advanced by the step; 0: there was no step
     samples: Counter[int]
-    events: list[tuple[int, Any]]  # by the numbers of images
-    finished: list[tuple[float | None, bool]]  # as an observer hears it
+    events: list[tuple[int, Any]]  # by image number
+    finished: list[tuple[float | None, bool]]  # arguments of `Observer.finished`
     backlog: float
 
 
 @dataclass(eq=False)
 class Owed:
-    """An image that the process owes."""
+    """An image that the process has yet to finish."""
 
     number: int
     job: Job
@@ -74,19 +75,19 @@ class Owed:
     losses: int = 0
 
     def cancel(self) -> None:
-        """Ends it at the next step; nothing more is told."""
+        """Stops the image at the next step; no further events are reported."""
         self.forget(self)
 
 
 class SchedulerProcess:
-    """Makes the images that are submitted, as `Scheduler` does."""
+    """Generates submitted images, as `Scheduler` does."""
 
     def __init__(
         self, open_model: Callable[[Observer], Opened], limits: Limits, observer: Observer | None = None
     ) -> None:
-        """Starts the process, which opens the model; `wait` returns when it has.
+        """Starts the process, which opens the model; `wait` returns when it is open.
 
-        How many images may wait is decided here: that process takes whatever it is sent.
+        The queue limit is enforced here: the process accepts whatever it is sent.
         """
         self._open, self.limits, self.observer = open_model, limits, observer or Observer()
         self.places, self._hash = limits.images, ""
@@ -97,7 +98,7 @@ class SchedulerProcess:
             self._pipe, self._process = self._start()
         except (OSError, EOFError) as error:
             raise InputError(f"no process can be started ({reason_of(error)}): end others, and try again") from error
-        # Before multiprocessing waits for a process that nobody has told to end.
+        # Must run before multiprocessing's own exit handler, which joins the process but does not tell it to exit.
         self._at_exit = Finalize(None, self.close, kwargs={"cancel": True}, exitpriority=10)
         self._reader = threading.Thread(target=self._read, name="atoll-events", daemon=True)
         self._reader.start()
@@ -108,11 +109,11 @@ class SchedulerProcess:
 
     @property
     def ready(self) -> bool:
-        """Returns whether it takes images."""
+        """Returns whether it accepts images."""
         return self._ready.is_set() and not self._closed
 
     def wait(self, digest: str) -> None:
-        """Returns when the model of that hash is open there, or raises why it cannot be."""
+        """Waits until the process has opened the model with this hash; raises InputError if it cannot."""
         self._ready.wait()
         if not self._hash:
             raise InputError(self._fault)
@@ -120,7 +121,7 @@ class SchedulerProcess:
             raise InputError("the model's files changed while they were opened: try again when they are complete")
 
     def submit(self, jobs: Sequence[Job], tell: Sequence[Callable[[Event], None]]) -> list[Owed]:
-        """Takes all of these images or, if they have no room, none: then raises BusyError."""
+        """Queues all of these images or, if there is no room, none, and raises BusyError."""
         with self._lock:
             if self._closed:
                 raise BusyError("the model is being replaced or shut down: ask again", 1)
@@ -141,7 +142,7 @@ class SchedulerProcess:
         return min(num, self.places), max(0, num - self.places)
 
     def close(self, cancel: bool = False) -> None:
-        """Takes no more; those that are here are finished, or cancelled. Returns when the process has ended."""
+        """Stops accepting images, finishes or cancels those left, and returns when the process has ended."""
         with self._lock:
             self._closed = True
             if cancel:
@@ -161,12 +162,12 @@ class SchedulerProcess:
                 self._end_if_done()
 
     def _end_if_done(self) -> None:
-        """Tells the process to end, when all is done; until then it listens, so that images can be cancelled."""
+        """Tells the process to exit once no image is left; until then it reads, so that images can be cancelled."""
         if self._closed and not self._owed:
             self._send("close", None)
 
     def _start(self) -> tuple[Connection, ForkServerProcess]:
-        context = get_context("forkserver")  # from a process without threads, which has torch already
+        context = get_context("forkserver")  # forks from a process without threads that has already imported torch
         context.set_forkserver_preload([__name__])
         pipe, there = context.Pipe()
         process = context.Process(target=_run, args=(there, self._open), name="atoll-scheduler")
@@ -175,10 +176,10 @@ class SchedulerProcess:
         return pipe, process
 
     def _send(self, *message: object) -> None:
-        with suppress(OSError):  # it is lost, as the thread that reads finds out
+        with suppress(OSError):  # the process is lost: the reader thread will notice
             self._pipe.send(message)
 
-    # --- the thread that reads ------------------------------------------------------------------------------------
+    # --- the reader thread ----------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         while True:
@@ -199,7 +200,7 @@ class SchedulerProcess:
     def _opened(self, ready: Ready) -> None:
         with self._lock:
             if self._hash not in ("", ready.hash):
-                self._fault = "the folder holds another model now"  # which --reload serves in its place
+                self._fault = "the folder holds another model now"  # --reload serves that one instead
                 self._process.kill()
                 return
             self._hash, self.places, self._pause = ready.hash, ready.places, PAUSES[0]
@@ -217,7 +218,7 @@ class SchedulerProcess:
                 if not isinstance(event, Preview):
                     del self._owed[number]
                 elif event.number <= image.shown:
-                    continue  # a process that was lost has shown it
+                    continue  # shown by a process that was lost
                 else:
                     image.shown = event.number
             image.tell(_unpacked(event))
@@ -229,12 +230,12 @@ class SchedulerProcess:
             self._end_if_done()
 
     def _replace(self) -> bool:
-        """Starts another process for one that has ended; returns whether there was anything left to do."""
-        self._process.kill()  # if only its pipe has ended
+        """Restarts the process after it has ended; returns False if there is nothing left to do."""
+        self._process.kill()  # in case only its pipe was closed
         self._process.join()
         with self._lock:
             was_ready, code = self._ready.is_set(), self._process.exitcode
-            if not self._hash:  # it has never opened the model: whoever waits for it hears why
+            if not self._hash:  # it has never opened the model: `wait` reports why
                 self._fault = self._fault or f"the process that opens the model ended with {code}"
                 self._ready.set()
                 return False
@@ -296,7 +297,7 @@ def _unpacked(event: Any) -> Event:
 
 
 class Sender(Observer):
-    """Sends what the scheduler tells, once per step."""
+    """Sends the scheduler's events to the server, once per step."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._events, self._finished = pipe, list[tuple[int, Any]](), list[tuple[float | None, bool]]()
@@ -305,7 +306,7 @@ class Sender(Observer):
     def tell(self, number: int, event: Event) -> None:
         self._events.append((number, _packed(event)))
         if isinstance(event, Failed):
-            self.stepped(0.0, 0, Counter())  # there may be no other step
+            self.stepped(0.0, 0, Counter())  # there may be no further step to send it
 
     def finished(self, waited: float | None, without: bool) -> None:
         self._finished.append((waited, without))
@@ -317,16 +318,16 @@ class Sender(Observer):
         self.send(message)
 
     def send(self, message: object) -> None:
-        with suppress(OSError):  # nobody is there any more
+        with suppress(OSError):  # the server is gone
             self._pipe.send(message)
 
 
 def _run(pipe: Connection, open_model: Callable[[Observer], Opened]) -> None:
-    """Makes images until it is told to finish, or the other end of the pipe is closed."""
+    """Generates images until told to exit, or until the other end of the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the server's, which has images to finish
+        signal.signal(number, signal.SIG_IGN)  # the server handles them: it has images to finish
     set_up_log()
-    warnings.simplefilter("ignore", UserWarning)  # the server has said it
+    warnings.simplefilter("ignore", UserWarning)  # the server has already warned
     share_interpreter()
     sender = Sender(pipe)
     try:
@@ -336,12 +337,12 @@ def _run(pipe: Connection, open_model: Callable[[Observer], Opened]) -> None:
         return
     sender.scheduler = scheduler = served.scheduler
     sender.send(Ready(served.pipe.index.hash, scheduler.places))
-    images: WeakValueDictionary[int, InFlight] = WeakValueDictionary()  # which the scheduler has until they are done
+    images: WeakValueDictionary[int, InFlight] = WeakValueDictionary()  # the scheduler keeps them until they are done
     while True:
         try:
             kind, content = pipe.recv()
         except (EOFError, OSError):
-            kind, content = "close", None  # the server has been killed: nobody wants these images
+            kind, content = "close", None  # the server was killed: nobody waits for these images
         if kind == "submit":
             numbers, jobs = [number for number, _ in content], [job for _, job in content]
             made = scheduler.submit(jobs, [partial(sender.tell, number) for number in numbers])

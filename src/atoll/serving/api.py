@@ -1,6 +1,6 @@
-"""The image API: OpenAI's routes over the schedulers of the models, and the studio.
+"""The image API: OpenAI's routes over the models' schedulers, and the studio.
 
-A request becomes one job per image (`images.py`); what happens to them is sent as it comes, or together at the end.
+A request becomes one job per image (`images.py`); their events are streamed, or the images returned together.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PUBLIC = ("/", "/healthz", "/readyz")
 
 
 class Files:
-    """The last images that were asked for as URLs; their names cannot be guessed."""
+    """Keeps the latest images requested as URLs, under names that cannot be guessed."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, bytes] = OrderedDict()
@@ -51,7 +51,7 @@ class Files:
 
 
 class State:
-    """What the routes share."""
+    """The state that the routes share."""
 
     def __init__(self, models: Models, access: Access, limits: Limits, metrics: Metrics) -> None:
         self.models, self.access, self.limits, self.metrics = models, access, limits, metrics
@@ -66,13 +66,13 @@ class State:
             raise Refusal(404, str(error), "model") from error
 
     async def watch(self, every: float) -> None:
-        """Looks for new keys and new versions of the models, every so many seconds; 0 is never."""
+        """Reloads keys and models every `every` seconds; 0: never."""
         while every > 0:
             await asyncio.sleep(every)
             await self.reload()
 
     async def reload(self) -> None:
-        """Reads the keys again, and loads models whose files have changed beside the old ones, which then finish."""
+        """Rereads the keys, and loads changed models alongside the old ones, which then finish their images."""
         async with self._reloading:
             try:
                 self.access.reload()
@@ -104,8 +104,8 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
     @app.exception_handler(Refusal)
     @app.exception_handler(InputError)
     async def refused(request: Request, error: Exception) -> Response:
-        refusal = Refusal.of(error)  # what is our own fault is left to the guard, which logs it
-        if isinstance(error, Refusal) and error.status == 500:  # of another process, whose log says why
+        refusal = Refusal.of(error)  # Starlette reraises internal errors, so the guard logs them
+        if isinstance(error, Refusal) and error.status == 500:  # from another process, whose log says why
             LOG.error("request %s failed", request.state.request_id)
         return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
@@ -171,7 +171,7 @@ def make_app(state: State, names: Sequence[str] = (), origins: Sequence[str] = (
 
 
 async def _generate(state: State, request: Any) -> dict[str, Any] | AsyncIterator[bytes]:
-    """Returns what a request is answered with: all images at once, or a stream of what happens to them."""
+    """Returns the response to a request: all images at once, or a stream of events."""
     asked = Generation.parse(request.headers.get("content-type", ""), await request.body())
     if state.draining:
         raise Refusal(503, "the server is shutting down: ask another, or again", retry_after=5)
@@ -204,7 +204,7 @@ async def _gone(receive: Callable[[], Any]) -> None:
 
 
 def _about(job: Job, event: Finished, trace: bool = False) -> dict[str, Any]:
-    """Returns what is said of an image beside itself."""
+    """Returns the metadata that accompanies an image."""
     about = {"seed": job.seed, "shares": [round(share, 6) for share in event.trace.shares]}
     if event.without:
         about["without"] = list(event.without)
@@ -272,7 +272,7 @@ def serve(
     state: State, host: str, port: int, *, names: Sequence[str] = (), origins: Sequence[str] = (),
     reload_every: float = 10.0, on_start: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Serves models until SIGTERM; `on_start` is told the address."""
+    """Serves models until SIGTERM; `on_start` is called with the URL."""
     tasks: set[asyncio.Task[None]] = set()
 
     def spawn(work: Any) -> None:

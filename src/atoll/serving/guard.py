@@ -1,8 +1,8 @@
-"""What both servers have around their routes: a guard against what is not a proper request, and an orderly end.
+"""What both servers share around their routes: a guard that rejects improper requests, and a graceful shutdown.
 
-The guard is plain ASGI. It gives every request an id, refuses strange hosts and origins, asks for the key, takes the
-body within its limits of size and time, adds headers that keep browsers careful, and writes one line of log per
-request: who, what, how long, never a prompt.
+The guard is plain ASGI middleware. It assigns every request an id, refuses unknown hosts and origins, checks the key,
+reads the body within limits of size and time, adds security headers for browsers, and logs one line per request:
+client, path, status and duration, never a prompt.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class Refusal(Exception):
-    """An answer that is an error, as OpenAI's clients expect one."""
+    """An error response, in the form that OpenAI's clients expect."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> "Refusal":
-        """Returns how an error is told: what the caller did wrong as it is, what we did wrong not at all."""
+        """Returns the response to an error: the caller's mistakes are explained, internal errors not disclosed."""
         if isinstance(error, Refusal):
             return error
         if isinstance(error, BusyError):
@@ -75,7 +75,7 @@ class Refusal(Exception):
 
 
 class Refused(NamedTuple):
-    """A refusal on its way from another process; exceptions do not travel well."""
+    """A refusal sent from another process; exceptions do not pickle reliably."""
 
     status: int
     message: str
@@ -92,14 +92,14 @@ class Refused(NamedTuple):
 
 @dataclass
 class Guard:
-    """Around an ASGI app."""
+    """ASGI middleware that checks and logs every request to `app`."""
 
     app: Callable[[Scope, Receive, Send], Awaitable[None]]
     access: Access
     limits: Limits
     public: Callable[[str], bool] = field(default=lambda path: False)  # the paths that need no key
-    names: Collection[str] = ()  # by which the server may be called; addresses and localhost always
-    origins: Collection[str] = ()  # other sites whose pages may ask
+    names: Collection[str] = ()  # host names to accept, besides IP addresses and localhost
+    origins: Collection[str] = ()  # other sites whose pages may send requests
     observe: Callable[[str, int, float], None] = field(default=lambda path, status, seconds: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +164,7 @@ class Guard:
             )  # fmt: skip
 
     def _check_origin(self, scope: Scope, headers: Mapping[bytes, bytes], extra: dict[bytes, bytes]) -> None:
-        """Refuses names that are not ours, so that no site can pose as us by its DNS, and pages of other sites."""
+        """Refuses unknown host names, which prevents DNS rebinding, and requests from pages of other sites."""
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._is_ours(host):
             raise Refusal(421, f"this server is not {host!r}: call it by its address, or start it with --name")
@@ -180,7 +180,7 @@ class Guard:
     def _is_ours(self, host: str) -> bool:
         try:
             name = (urlsplit(f"//{host}").hostname or "").lower()
-            urlsplit(f"//{host}").port  # noqa: B018  # raises if it is none
+            urlsplit(f"//{host}").port  # noqa: B018  # raises ValueError if it is invalid
             if not re.fullmatch(r"[a-z0-9.:_-]+", name):
                 return False
             if name == "localhost" or name in self.names:
@@ -213,7 +213,7 @@ class Guard:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the body first, and then whatever else comes."""
+    """Returns a `receive` that yields the body first, then any further messages."""
     given = False
 
     async def again() -> Any:
@@ -233,10 +233,10 @@ async def _respond(send: Send, status: int, body: bytes, headers: Mapping[str, s
 
 
 def share_interpreter() -> None:
-    """Lets the threads of a server have the interpreter soon after they ask for it.
+    """Shortens Python's switch interval, so that the threads of a server soon get the interpreter lock.
 
-    A thread that computes releases it at every operation, but has it again before another is awake, until that one has
-    waited for 5 ms, as Python has it: a preview passes through three threads.
+    A computing thread releases the lock at every operation, but has it back before another thread wakes up, until that
+    one has waited for the switch interval, 5 ms by default. A preview passes through three threads.
     """
     sys.setswitchinterval(SWITCH)
 
@@ -247,7 +247,7 @@ def set_up_log() -> None:
 
 
 def uvicorn_config(app: Any, limits: Limits) -> Any:
-    """Returns how uvicorn shall serve an app: patient, but not for ever."""
+    """Returns uvicorn's config for an app, with limits on how long clients may take."""
     try:
         import uvicorn
         from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -255,7 +255,7 @@ def uvicorn_config(app: Any, limits: Limits) -> Any:
         raise InputError(NEEDED) from error
 
     class Patient(H11Protocol):
-        """Closes a connection whose request does not come in time; uvicorn itself would wait for ever."""
+        """Closes a connection whose request does not arrive in time; uvicorn itself would wait forever."""
 
         timer: asyncio.TimerHandle | None = None
 
@@ -268,7 +268,7 @@ def uvicorn_config(app: Any, limits: Limits) -> Any:
                 self.timer = self.loop.call_later(limits.patience, self.transport.abort)
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                self._stop()  # the guard watches over the body
+                self._stop()  # the guard limits the time for the body
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop()
@@ -290,13 +290,13 @@ def run(
     app: Any, host: str, port: int, limits: Limits, *, on_start: Callable[[str], None], on_stop: Callable[[], None],
     on_hangup: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Serves until SIGTERM or SIGINT; then finishes what is in flight. SIGHUP calls `on_hangup`."""
+    """Serves until SIGTERM or SIGINT, then finishes requests in flight. SIGHUP calls `on_hangup`."""
     share_interpreter()
     config = uvicorn_config(app, limits)
     import uvicorn
 
     class Server(uvicorn.Server):
-        """One that ends with 0 after SIGTERM: an orderly end is no failure."""
+        """Exits with 0 after SIGTERM: a graceful shutdown is not a failure."""
 
         def capture_signals(self) -> Any:
             return nullcontext()
@@ -323,20 +323,20 @@ def run(
 
 
 def warn_if_open(host: str, keys: Path | None) -> None:
-    """Says so where other machines can ask without a key."""
+    """Warns if other machines can send requests without a key."""
     if keys is None and host not in ("localhost", "::1") and not host.startswith("127."):
         warnings.warn(f"whoever reaches {host} may ask: give --keys, or leave --host out", stacklevel=3)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens there, or says why none can."""
+    """Returns a listening socket; raises InputError if the address cannot be used."""
     if not 0 <= port <= 65535:
         raise InputError(f"cannot listen on port {port}: choose a --port from 1 to 65535, or 0 for any that is free")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(address[:2], family=family, backlog=1024)
-        # asyncio would set it only on sockets that name their protocol; without, an answer waits 40 ms for the client's
-        # acknowledgement of its head. Connections take it over.
+        # asyncio sets this only on sockets with an explicit protocol; without it, the body of a response waits 40 ms
+        # for the client to acknowledge the header. Accepted connections inherit it.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The images of one request on their way: what their scheduler tells, as PNG files.
+"""The images of one request in flight: their scheduler's events, as PNG files.
 
-Events come from a thread, the scheduler's or that which hears from its process; images are decoded in another, and the
-event loop does nothing that takes time. The first preview of an image comes decoded: the scheduler has done that before
-its next step, since two threads that take turns at the interpreter would make it late.
+Events come from a thread, the scheduler's or the one that reads from its process; images are decoded in another, so
+that the event loop never blocks. The first preview of an image arrives decoded: the scheduler does that before its
+next step, since two threads competing for the interpreter lock would delay it.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from atoll.sampling.pipeline import AtollPipeline
 from atoll.serving.apart import SchedulerProcess
 from atoll.serving.scheduler import Event, Failed, Finished, Job, Preview, Scheduler
 
-BEAT = 15.0  # seconds after which somebody who waits hears that all is well
+BEAT = 15.0  # seconds without an event after which a keep-alive is sent
 POOL = ThreadPoolExecutor(1, "atoll-render")
 
 
@@ -30,17 +30,17 @@ class Shown(NamedTuple):
 
 
 class Images(Protocol):
-    """The images of one request on their way, wherever they are made."""
+    """The images of one request in flight, wherever they are generated."""
 
     def shown(self) -> AsyncIterator[Shown | None]:
-        """Yields previews and images until all are done; None: nothing, for a while. Raises what has failed."""
+        """Yields previews and images until all are done, None as a keep-alive; raises the error of one that fails."""
 
     def cancel(self) -> None:
-        """Ends those that are not done."""
+        """Cancels those that are not done."""
 
 
 class OwnImages:
-    """Those that a scheduler makes and this process decodes."""
+    """Images that a scheduler generates and this process decodes."""
 
     def __init__(self, pipe: AtollPipeline, scheduler: Scheduler | SchedulerProcess, jobs: Sequence[Job]) -> None:
         """Submits them; raises BusyError if there is no room."""
@@ -49,7 +49,7 @@ class OwnImages:
         self._images = scheduler.submit(jobs, [partial(self._tell, i) for i in range(len(jobs))])
 
     def _tell(self, index: int, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     async def shown(self) -> AsyncIterator[Shown | None]:
@@ -70,7 +70,7 @@ class OwnImages:
             yield Shown(index, event, png)
 
     def _render(self, job: Job, event: Preview | Finished) -> bytes:
-        """Returns a PNG; a finished one says how it was made."""
+        """Returns a PNG; that of a finished image records how it was generated."""
         pipe = self.pipe
         if isinstance(event, Preview):
             return png_of(pipe.render(event.latents)[0])

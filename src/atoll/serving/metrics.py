@@ -1,4 +1,4 @@
-"""Counts and times for Prometheus."""
+"""Metrics for Prometheus."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """What a server counts, in a registry of its own."""
+    """A server's metrics, in their own registry."""
 
     def __init__(self) -> None:
         try:
@@ -47,7 +47,7 @@ class Metrics:
         self._keys = prometheus.Gauge("atoll_key_used", "Images, or samples of an expert, by key", ["key"], **options)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        route = path if path in ROUTES else "other"  # no name that a client has made up
+        route = path if path in ROUTES else "other"  # no label from a client's arbitrary path
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
@@ -72,7 +72,7 @@ class Metrics:
         self._answered.labels(model, str(number)).inc(count)
 
     def text(self, access: Access, counts: Iterable[tuple[str, tuple[int, int]]]) -> bytes:
-        """Returns all of it as Prometheus reads it."""
+        """Returns all metrics in Prometheus' text format."""
         for model, (running, waiting) in counts:
             self._gauges["in_flight"].labels(model).set(running)
             self._gauges["waiting"].labels(model).set(waiting)

@@ -1,4 +1,4 @@
-"""The models that are served: opened, described, and replaced by new versions without a dropped request."""
+"""Opens and describes the models that are served, and swaps in new versions without dropping a request."""
 
 import re
 import time
@@ -26,7 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 SHEET = "sheet.png"  # of a cluster, as `atoll partition` writes it
 MAX_SHEET = 32 << 20
 MAX_CREDITS = 64 << 10
-Cards = Mapping[int, ExpertCard]  # by the numbers of experts
+Cards = Mapping[int, ExpertCard]  # by expert number
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Source:
     name: str
     place: str  # a folder or a hub id
     options: Mapping[str, Any] = field(default_factory=dict)  # of AtollPipeline
-    clusters: Path | None = None  # what `atoll partition` has made, for the contact sheets
+    clusters: Path | None = None  # written by `atoll partition`, for the contact sheets
     observer: Observer | None = None
 
     @classmethod
     def parse(cls, spec: str, observer: Callable[[str], Observer] | None = None, **more: Any) -> "Source":
-        """Reads PLACE or NAME=PLACE; the name of a folder is its last part, that of a hub id the id."""
+        """Parses PLACE or NAME=PLACE; the default name of a folder is its last part, that of a hub id the id."""
         name, equals, place = spec.partition("=")
         if not equals:
             place, path = spec, Path(spec)
@@ -55,7 +55,7 @@ class Source:
 
 
 class Served:
-    """One version of a model: what a server says of it; a subclass makes its images."""
+    """One version of a model, with its description; a subclass generates its images."""
 
     def __init__(self, source: Source, pipe: AtollPipeline) -> None:
         self.source, self.name, self.pipe = source, source.name, pipe
@@ -66,11 +66,11 @@ class Served:
 
     @property
     def ready(self) -> bool:
-        """Returns whether it takes images now."""
+        """Returns whether it accepts images now."""
         return True
 
     async def start(self, jobs: Sequence[Job]) -> Images:
-        """Begins to make images; raises BusyError if there is no room."""
+        """Submits images; raises BusyError if there is no room."""
         raise NotImplementedError
 
     def counts(self) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Served:
         raise NotImplementedError
 
     def close(self, cancel: bool = False) -> None:
-        """Takes no more images; returns when those that are here are finished, or cancelled."""
+        """Stops accepting images, and returns when those left are finished or cancelled."""
 
     def _describe(self) -> dict[str, Any]:
         index, pipe = self.pipe.index, self.pipe
@@ -94,14 +94,14 @@ class Served:
         }
 
     def _credits(self) -> str | None:
-        """Returns who has trained what, if the model's folder says so, as that of a federation does."""
+        """Returns the credits, if the model's folder has them, as a federation's does."""
         try:
             return read_bytes(self.pipe.folder / CREDITS, MAX_CREDITS, self.pipe.folder).decode()
         except (OSError, ValueError):
             return None
 
     def _expert(self, number: int, expert: VelocityExpert | None) -> dict[str, Any]:
-        """Returns what there is to know of an expert: what it learned, from what, and where it is."""
+        """Returns an expert's description: its objective, data, training and location."""
         about: dict[str, Any] = {"number": number, "objective": self.pipe.objectives[number]}
         place = "missing" if expert is None else "elsewhere" if expert.elsewhere else "here"
         card: ExpertCard | None = getattr(expert, "card", None)
@@ -142,12 +142,12 @@ class Scheduled(Served):
 
 
 class ServedHere(Scheduled):
-    """A model whose images this process makes."""
+    """A model whose images this process generates."""
 
     scheduler: Scheduler
 
     def __init__(self, source: Source, limits: Limits, spread: bool = False) -> None:
-        """With `spread`, each expert of the folder is in a process of its own."""
+        """With `spread`, each expert of the folder runs in its own process."""
         options, self._own = dict(source.options), dict[int, RemoteExpert]()
         if spread:
             self._own = spread_here(find_model(source.place, options.get("revision")), options, limits.images)
@@ -169,7 +169,7 @@ class ServedHere(Scheduled):
 
 
 class ServedApart(Scheduled):
-    """A model whose images another process makes; this one decodes them, and has no weights of experts."""
+    """A model whose images another process generates; this one decodes them and holds no experts' weights."""
 
     scheduler: SchedulerProcess
 
@@ -177,7 +177,7 @@ class ServedApart(Scheduled):
         self, source: Source, limits: Limits, open_model: Callable[[str, Path, Cards, Observer], ServedHere]
     ) -> None:
         """`open_model` is called in that process, with the model's name and folder and the remote experts' cards."""
-        folder = find_model(source.place, source.options.get("revision"))  # only one of both may have to download it
+        folder = find_model(source.place, source.options.get("revision"))  # so that only one process downloads it
         remote: Mapping[int, VelocityExpert] = source.options.get("elsewhere") or {}
         cards = {k: expert.card for k, expert in remote.items() if isinstance(expert, RemoteExpert)}
         self.scheduler = SchedulerProcess(partial(open_model, source.name, folder, cards), limits, source.observer)
@@ -200,7 +200,7 @@ class Models:
         names = [source.name for source in sources]
         if len(set(names)) < len(names) or not names:
             raise InputError(f"{plural(len(names), 'model')} need as many names: give them as NAME=FOLDER")
-        self.open = open_model  # also for a new version, beside the one that is served
+        self.open = open_model  # also for a new version, alongside the one being served
         self._served = {source.name: open_model(source) for source in sources}
 
     def __iter__(self) -> Any:
@@ -213,19 +213,19 @@ class Models:
         return served
 
     def changed(self) -> list[Source]:
-        """Returns those whose files are another model now."""
+        """Returns the sources whose files have changed since they were loaded."""
         changed = []
         for served in self:
             try:
                 index = ModelIndex.read(find_model(served.source.place, served.source.options.get("revision")))
             except InputError:
-                continue  # it is being written, or gone: what is loaded stays
+                continue  # being written, or gone: keep what is loaded
             if index.hash != served.pipe.index.hash:
                 changed.append(served.source)
         return changed
 
     def swap(self, new: Served) -> Served:
-        """Serves a new version from now on; returns the old one, which still has to finish its images."""
+        """Switches to a new version; returns the old one, which still has images to finish."""
         old, self._served[new.name] = self._served[new.name], new
         return old
 

@@ -26,18 +26,18 @@ from atoll.tensors import get_device, send
 WIRE = (torch.float32, torch.float16)
 MAX_GUIDANCE = 1000.0
 MAX_WAITING = 64  # requests
-TEXT_BYTES = 1 << 30  # of keys and values that are kept
+TEXT_BYTES = 1 << 30  # of cached keys and values
 
 
 class Forgotten(Refusal):
-    """A text is named that is not here: send it."""
+    """A request names texts by hash that are not cached: the client has to resend them."""
 
     def __init__(self) -> None:
         super().__init__(409, "texts are named that are not here: send their tokens")
 
 
 class Owner:
-    """An expert that answers requests."""
+    """Answers requests with the velocities of an expert."""
 
     def __init__(self, expert: FolderExpert, samples: int) -> None:
         expert.load()
@@ -47,7 +47,7 @@ class Owner:
         self.length = 0 if text is None else text.max_length
         per_text = 8 * config.depth * config.hidden_size * max(1, self.length)
         self.most_texts = max(2 * samples, min(4096, TEXT_BYTES // per_text))
-        # By client too: whether a text is here would else tell one what another has asked.
+        # Keyed by client too: otherwise a cache hit would reveal what another client has requested.
         self._texts: OrderedDict[tuple[str, bytes], Tensor] = OrderedDict()
         self.most_bytes = (1 << 20) + samples * 4 * (
             torch.Size(expert.shape).numel() + 2 * self.length * (expert.text_dim or 0)
@@ -106,7 +106,7 @@ class Owner:
         return Guidance([texts[number] for number in positive], nulls, scales.tolist())
 
     def _keep(self, client: str, tokens: Tensor) -> None:
-        """Remembers a text under the name that it has, not under the one that somebody gives it."""
+        """Caches a text under its own hash, not under the one that the client claims."""
         width = self.expert.text_dim
         if tokens.dtype != torch.float32 or tokens.dim() != 2 or tokens.shape[1] != width:
             raise Refusal(400, f"a text must be float32 tokens of width {width}")
@@ -170,7 +170,7 @@ def make_app(owner: Owner, access: Access, limits: Limits, metrics: Metrics, nam
 
 
 def samples_in(body: bytes) -> int:
-    """Returns how many samples a request has, to be counted before they are computed."""
+    """Returns how many samples a request has, to charge them before they are computed."""
     try:
         return max(1, len(load(body)["x"]))
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -181,7 +181,7 @@ def serve_velocities(
     folder: Path, host: str, port: int, *, keys: Path | None, names: Sequence[str], samples: int, limits: Limits,
     device: str, dtype: str | None, conversion: str | None,
 ) -> None:  # fmt: skip
-    """Serves one expert until SIGTERM; prints where."""
+    """Serves one expert until SIGTERM, and prints the URL."""
     if not 1 <= samples <= 65536:
         raise InputError(f"--samples must be from 1 to 65536, but is {samples}")
     warn_if_open(host, keys)

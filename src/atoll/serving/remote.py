@@ -1,10 +1,11 @@
-"""An expert behind a URL is a velocity function like any other: latents, times and texts go, velocities come back.
+"""An expert behind a URL is a velocity function like any other: latents, times and texts out, velocities back.
 
-One request per step has all samples that are routed to the expert, once each: it is the owner's server that guides.
-Bodies are safetensors. Texts travel as the encoder's tokens, once: from then on they are named by their hash. Nothing
-that comes back is trusted: size, type and shape are checked here, values by the mixture.
+One request per step has all samples that are routed to the expert, once each: the owner's server applies guidance.
+Bodies are safetensors. Texts are sent as the encoder's tokens, once, and then referred to by hash. Nothing that comes
+back is trusted: size, type and shape are checked here, values by the mixture.
 
-A peer that fails or is slow is away until it answers again, which a thread finds out: no image waits for it meanwhile.
+A peer that fails or is slow is marked unavailable ("away") until a polling thread gets an answer again; no image waits
+for it meanwhile.
 """
 
 import hashlib
@@ -33,29 +34,29 @@ from atoll.storage import parse_json, reason_of
 LOG = logging.getLogger("atoll.serving")
 MAX_CARD = 1 << 20  # bytes
 LOCAL = {"localhost", "127.0.0.1", "::1"}
-PAUSES = (0.1, 1.0)  # seconds between looks whether a peer is back: at first, and at most
+PAUSES = (0.1, 1.0)  # seconds between polls of a peer that is away: initial and maximum
 NO_TEXT = -1
 ANOTHER = "another expert answers there now"
 
 
 def digest_of_text(tokens: Tensor) -> bytes:
-    """Returns the name of a text: the SHA-256 of its tokens[1, L, text_dim]."""
+    """Returns the hash that names a text: the SHA-256 of its tokens[1, L, text_dim]."""
     content = tokens.detach().to("cpu", torch.float32).contiguous()
     return hashlib.sha256(str(tuple(content.shape)).encode() + content.numpy().tobytes()).digest()
 
 
 class Carrier(Protocol):
-    """Takes requests to the owner of an expert, and answers back."""
+    """Carries requests to an expert's owner, and the responses back."""
 
     def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
-        """Returns status and content of at most `largest` bytes; raises OSError or ValueError if none comes in time."""
+        """Returns status and content, at most `largest` bytes; raises OSError or ValueError if none arrives in time."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the connection, or ends the process behind it."""
 
 
 class Http:
-    """Requests by HTTP, on connections that are kept."""
+    """Carries requests over HTTP, on persistent connections."""
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
         try:
@@ -98,7 +99,7 @@ class RemoteExpert(VelocityExpert):
     """An expert of `atoll serve-expert` at a URL."""
 
     elsewhere = True
-    config: DiTConfig | None = None  # of its network, if that takes memory of this machine
+    config: DiTConfig | None = None  # of its network, if that uses this machine's memory
 
     def __init__(
         self,
@@ -111,16 +112,16 @@ class RemoteExpert(VelocityExpert):
         carrier: Carrier | None = None,
         card: ExpertCard | None = None,
     ) -> None:
-        """Asks what expert it is. `timeout` is in seconds, of a whole answer; `dtype` that of latents on the wire.
+        """Fetches the expert's card. `timeout` is in seconds, per response; `dtype` is that of latents on the wire.
 
-        A `carrier` takes requests there in another way than HTTP; `url` then only names the expert. If its `card` is
-        known already, an expert that does not answer is away at first.
+        A `carrier` replaces HTTP; `url` then only names the expert. If its `card` is given, an expert that does not
+        answer is marked away instead of raising InputError.
         """
         self.url, self.path, self._wire, self.device = url.rstrip("/"), url, dtype, torch.device(device)
         self._carrier = carrier or Http(url, key, timeout)
         self._digests = WeakTensorKeyDictionary()
         self._known: set[bytes] = set()  # the texts that the owner has
-        self._away: str | None = None  # why
+        self._away: str | None = None  # why it is away
         self._lock, self._closed = threading.Lock(), threading.Event()
         try:
             found = self._read_card()
@@ -142,7 +143,7 @@ class RemoteExpert(VelocityExpert):
 
     @property
     def away(self) -> str | None:
-        """Returns why it does not answer; None: it does."""
+        """Returns why it is unavailable, or None if it is available."""
         return self._away
 
     def close(self) -> None:
@@ -192,7 +193,7 @@ class RemoteExpert(VelocityExpert):
         return u.to(x.device, x.dtype)
 
     def _send(self, body: dict[str, Tensor], texts: Sequence[tuple[bytes, Tensor]]) -> bytes:
-        """Sends the texts that the owner is not known to have; if it has forgotten some, all of them."""
+        """Sends a request with the texts that the owner may lack or, if it has dropped others, with all of them."""
         largest = body["x"].numel() * body["x"].element_size() + (64 << 10)
         for missing in ([pair for pair in texts if pair[0] not in self._known], texts):
             own = {f"text.{name.hex()}": tokens[0].cpu().float().contiguous() for name, tokens in missing}

@@ -1,4 +1,4 @@
-"""What a request for images may say: OpenAI's fields, and ours. What is not listed here is refused by its name."""
+"""The fields of an image request: OpenAI's and ours. Any other field is refused by name."""
 
 import re
 import secrets
@@ -50,7 +50,7 @@ class Generation(BaseModel):
     confident: float | None = Field(None, gt=0, le=1)
     experts: list[int] | None = Field(None, max_length=4096)
     trace: bool | None = False
-    preview: Literal["estimate", "state"] | None = "estimate"  # where an image is heading, or where it is
+    preview: Literal["estimate", "state"] | None = "estimate"  # of the final image, or the current noisy latents
 
     @classmethod
     def parse(cls, content_type: str, body: bytes) -> "Generation":
@@ -68,7 +68,7 @@ class Generation(BaseModel):
             raise _refusal(error) from error
 
     def jobs(self, served: Served, client: str, limits: Limits) -> list[Job]:
-        """Returns an image per number; without a seed, one is drawn."""
+        """Returns one job per image; without a seed, a random one is drawn."""
         n, steps = self.n or 1, self.steps or served.pipe.made_for or STEPS
         for name, value, most in (("n", n, limits.n), ("steps", steps, limits.steps)):
             if value > most:
@@ -81,7 +81,7 @@ class Generation(BaseModel):
                 raise Refusal(400, f"the {name} holds the control character {found[0]!a}: leave it out", name)
         if self.stream and self.response_format == "url":
             raise Refusal(400, "a stream sends images themselves: leave response_format out", "response_format")
-        seed = secrets.randbelow(2**53) if self.seed is None else self.seed  # what a browser can say exactly
+        seed = secrets.randbelow(2**53) if self.seed is None else self.seed  # JavaScript has exact integers up to 2**53
         if seed > 2**63 - n:
             raise Refusal(400, f"the seeds of {n} images reach beyond 2**63 - 1: give a smaller one", "seed")
         optional = {"solver": self.solver, "routing": self.routing, "route_every": self.route_every}
@@ -99,7 +99,7 @@ class Generation(BaseModel):
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """Returns the first fault as a sentence; a field that is not known before all others."""
+    """Returns the first error as a sentence; unknown fields come first."""
     faults = error.errors(include_url=False)
     first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     name, kind = shown(".".join(map(str, first["loc"])))[1:-1], first["type"]

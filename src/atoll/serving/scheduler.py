@@ -1,11 +1,11 @@
-"""Step-level batching: all images in flight advance by one evaluation of the velocity at a time.
+"""Step-level batching: all images in flight advance by one velocity evaluation per step.
 
 Each image is a walk of its solver from its own noise, and a sample of one mixture. A step gathers where all walks need
-the velocity, whatever their prompts, times, guidance, solvers and routings, asks each expert once, and sends each walk
-its own. So new images join at the next step, finished ones leave, cancelled ones stop at once, and an image is the one
-that `AtollPipeline` makes, to rounding.
+the velocity, whatever their prompts, times, guidance, solvers and routing, calls each expert once, and sends each walk
+its own velocity. So new images join at the next step, finished and cancelled ones leave, and each image matches the one
+that `AtollPipeline` generates, up to rounding.
 
-One thread per model computes; whoever submits an image hears of it by a callback from that thread.
+One thread per model computes, and reports events by a callback per image.
 """
 
 import math
@@ -32,11 +32,11 @@ from atoll.sampling.pipeline import AtollPipeline, ImageTrace, Plan
 from atoll.serving.settings import Limits
 from atoll.tensors import send
 
-FIRST_GUESS = 0.01  # seconds per evaluation of one image, until some were measured
+FIRST_GUESS = 0.01  # seconds per evaluation of one image, until measured
 
 
 class BusyError(InputError):
-    """There is no room: whoever asks again in `retry_after` seconds may find some."""
+    """Raised when no image can be accepted now; a retry after `retry_after` seconds may succeed."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class BusyError(InputError):
 
 
 class Preview(NamedTuple):
-    """An image on its way, after a step."""
+    """An unfinished image after a step."""
 
     number: int  # of the step, from 0
     t: float
@@ -60,7 +60,7 @@ class Preview(NamedTuple):
 class Finished(NamedTuple):
     latents: Tensor  # [1, C, S, S]
     trace: ImageTrace
-    without: tuple[int, ...]  # the experts that were to answer, and were away
+    without: tuple[int, ...]  # the experts that were needed but away
 
 
 class Failed(NamedTuple):
@@ -72,14 +72,14 @@ Event = Preview | Finished | Failed
 
 @dataclass(frozen=True)
 class Job:
-    """One image to make."""
+    """One image to generate."""
 
     prompt: str
     negative: str
     seed: int
     plan: Plan
-    client: str = ""  # images of one client wait for each other, not for those of all
-    previews: int = 0  # at most so many, evenly spaced
+    client: str = ""  # images wait for others of the same client, not for those of all
+    previews: int = 0  # at most this many, evenly spaced
     state: bool = False  # whether they show the noisy latents, not the estimate of the clean ones
 
     @property
@@ -89,7 +89,7 @@ class Job:
 
 @dataclass(eq=False)
 class InFlight:
-    """An image on its way; made by `Scheduler.submit`."""
+    """An image in flight; created by `Scheduler.submit`."""
 
     job: Job
     tell: Callable[[Event], None]
@@ -99,12 +99,12 @@ class InFlight:
     sample: Sample | None = None
     walk: Walk | None = None
     at: tuple[Tensor, Tensor] | None = None  # where the walk needs the velocity
-    previews: list[Step] = field(default_factory=list)  # taken in the last step, not yet told
+    previews: list[Step] = field(default_factory=list)  # taken in the last step, not yet reported
     shown: bool = False  # whether it has had a preview
     evaluations: list[tuple[float, list[float]]] = field(default_factory=list)  # t, and the experts' weights
 
     def cancel(self) -> None:
-        """Ends it at the next step; nothing more is told."""
+        """Stops the image at the next step; no further events are reported."""
         self.cancelled = True
 
     @property
@@ -113,17 +113,17 @@ class InFlight:
 
 
 class Observer:
-    """What a scheduler reports, for metrics; each is called from its thread."""
+    """Receives what a scheduler reports for metrics; its methods are called from a background thread."""
 
     def stepped(self, seconds: float, images: int, samples: Counter[int]) -> None:
-        """A step is done: how many images it advanced, and how many of them each expert has answered."""
+        """Called after a step: it advanced so many `images`, and each expert answered for so many `samples`."""
 
     def finished(self, waited: float | None, without: bool) -> None:
-        """An image is done, after it has waited for so many seconds if that is known."""
+        """Called when an image is done; it `waited` in the queue for so many seconds, if that is known."""
 
 
 class Scheduler:
-    """Makes the images that are submitted, as many at a time as there are places."""
+    """Generates submitted images, at most `places` at once."""
 
     def __init__(self, pipe: AtollPipeline, limits: Limits = Limits(), observer: Observer | None = None) -> None:  # noqa: B008
         self.pipe, self.limits, self.observer = pipe, limits, observer or Observer()
@@ -141,7 +141,7 @@ class Scheduler:
     # --- for other threads ----------------------------------------------------------------------------------------
 
     def submit(self, jobs: Sequence[Job], tell: Sequence[Callable[[Event], None]]) -> list[InFlight]:
-        """Takes all of these images or, if they have no room, none: then raises BusyError."""
+        """Queues all of these images or, if there is no room, none, and raises BusyError."""
         with self._wake:
             if self._closed:
                 raise BusyError("the model is being replaced or shut down: ask again", 1)
@@ -157,7 +157,7 @@ class Scheduler:
         return images
 
     def backlog(self) -> float:
-        """Returns the seconds that all images here will take."""
+        """Returns the estimated seconds until all running and waiting images are done."""
         with self._wake:
             return self._pace * sum(image.left for image in chain(self._running, *self._waiting.values()))
 
@@ -167,7 +167,7 @@ class Scheduler:
             return len(self._running), sum(map(len, self._waiting.values()))
 
     def close(self, cancel: bool = False) -> None:
-        """Takes no more; those that are here are finished, or cancelled. Returns when all is done."""
+        """Stops accepting images, and returns when those left are finished or cancelled."""
         with self._wake:
             self._closed = True
             if cancel:
@@ -176,7 +176,7 @@ class Scheduler:
             self._wake.notify()
         self._thread.join()
 
-    # --- the thread -----------------------------------------------------------------------------------------------
+    # --- the scheduler's thread -----------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while True:
@@ -191,7 +191,7 @@ class Scheduler:
                 running = list(self._running)
             try:
                 done = self._step(running)
-            except Exception as error:  # what must not happen ends these images, not the server
+            except Exception as error:  # an unexpected error fails these images, not the server
                 done = running
                 for image in running:
                     image.tell(Failed(error))
@@ -200,9 +200,9 @@ class Scheduler:
                     self._running = [image for image in self._running if image not in done]
 
     def _admit(self) -> None:
-        """Gives free places to the clients that have the fewest; of equals, to the one who has waited longest.
+        """Gives free places to the clients with the fewest; among equals, to the one that has waited longest.
 
-        Where none is free, a client with at least two more than another gives one up: that image pauses, and resumes
+        If none is free, a client with at least two more than another gives one up: that image pauses, and resumes
         when its turn comes.
         """
         while True:
@@ -240,7 +240,7 @@ class Scheduler:
             return done
         samples = [image.sample for image in images if image.sample is not None]
         xs, times = zip(*(image.at for image in images if image.at is not None), strict=True)
-        # One time for all is faster; how far solvers are says so without a look at a device.
+        # One time for all is faster; the solvers' progress shows this without reading from the device.
         alike = {(image.job.plan.steps, image.job.plan.solver, len(image.evaluations)) for image in images}
         t = times[0] if len(alike) == 1 else torch.stack(times)
         with warnings.catch_warnings():
@@ -262,7 +262,7 @@ class Scheduler:
             if image.previews and not isinstance(event, Failed):
                 try:
                     self._show(image, weights[row])
-                except Exception as error:  # of this image, not of all that are in flight
+                except Exception as error:  # fails this image, not all in flight
                     event = Failed(error)
             image.previews.clear()
             if event is not None:
@@ -276,7 +276,7 @@ class Scheduler:
         return done
 
     def _show(self, image: InFlight, weights: list[float]) -> None:
-        """Tells the previews of the last step. The first is decoded at once, before the next step: somebody waits."""
+        """Reports the last step's previews. The first is decoded here, before the next step: a user waits for it."""
         for step in image.previews:
             latents = step.x if image.job.state else step.x0
             png = None if image.shown else png_of(self.pipe.render(latents)[0])
@@ -300,7 +300,7 @@ class Scheduler:
         image.sample, image.started, image.at, image.walk = sample, time.monotonic(), next(walk), walk
 
     def _text(self, text: str) -> Tensor:
-        """Returns an encoded text; images in flight share equal ones, and each expert reads it once for all of them."""
+        """Returns an encoded text; images in flight share it, so that each expert reads it only once."""
         tokens = self._texts.get(text)
         if tokens is None:
             self._texts[text] = tokens = Prompts.encode(self.pipe.text_encoder, [text], text).texts[0]
@@ -318,10 +318,10 @@ class Scheduler:
 
 
 def bytes_per_image(pipe: AtollPipeline) -> int:
-    """Returns about how much memory an image in flight takes, at most.
+    """Returns an estimated upper bound on the memory of an image in flight, in bytes.
 
-    Its latents are little beside the keys and values of its two texts, which each expert that it has met keeps, and
-    the activations of one block, twice for guidance.
+    Its latents are small beside the keys and values of its two texts, which each expert that it was routed to caches,
+    and the activations of one block, twice for guidance.
     """
     kept = activations = 0
     for number, expert in enumerate(pipe.ensemble.experts):

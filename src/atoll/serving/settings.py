@@ -1,4 +1,4 @@
-"""How a model is served unless one says otherwise. Apart, so that `atoll serve --help` need not wait for torch."""
+"""The default limits of serving. A separate module, so that `atoll serve --help` need not import torch."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ MOST_WAITING = 1_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is done at a time, and how much may wait."""
+    """Limits on concurrent work, the queue, and single requests."""
 
     images: int = 16
-    """Images in flight per model, at most; fewer if memory allows no more."""
+    """Images in flight per model, at most; fewer if memory does not suffice."""
     waiting: int = 64
     """Images that may wait for a place; beyond that, requests get 429 with Retry-After."""
     memory: float = 0.25
@@ -25,9 +25,9 @@ class Limits:
     body: int = 64 << 10
     """Bytes of a request."""
     connections: int = 512
-    """Connections at a time; beyond that, requests get 503."""
+    """Open connections; beyond that, requests get 503."""
     patience: float = 20.0
-    """Seconds that a client may take to send a request, or to take a piece of the answer."""
+    """Seconds that a client may take to send a request, or to read a piece of the response."""
     drain: float = 120.0
     """Seconds that requests in flight have to finish after SIGTERM."""
 

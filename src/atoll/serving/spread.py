@@ -1,7 +1,7 @@
-"""`atoll serve --spread`: every expert in a process of its own, asked as a remote one is (`remote.py`).
+"""`atoll serve --spread`: runs every expert in its own process, called like a remote one (`remote.py`).
 
-On a CPU the experts of one step are then computed side by side. Threads would gain little: experts are many small
-operations, and each needs the interpreter. A process that is lost is started again; meanwhile its weight goes to the
+On a CPU the experts of a step are then computed in parallel. Threads would gain little: experts are many small
+operations, each of which needs the interpreter lock. A lost process is restarted; meanwhile its weight goes to the
 others.
 """
 
@@ -32,12 +32,12 @@ from atoll.tensors import get_device
 
 FAILED = 500
 ADVICE = "copy the model again"
-HANGING = 300.0  # seconds without an answer after which a process is ended; large experts take long on a CPU
-PATIENCE = 10.0  # seconds that a process has to finish what it was asked, at the end
+HANGING = 300.0  # seconds without a response after which a process is killed; large experts take long on a CPU
+PATIENCE = 10.0  # seconds that a process has to finish its current request, at shutdown
 
 
 class ExpertActor:
-    """Runs in a process of its own, here or on a node: one expert, which answers velocities."""
+    """Computes the velocities of one expert in its own process, on this machine or on a node."""
 
     def __init__(self, folder: Path, samples: int, options: Mapping[str, Any]) -> None:
         dtype = options.get("dtype")
@@ -60,7 +60,7 @@ class ExpertActor:
 def spread_experts(
     folder: Path, options: Mapping[str, Any], carry: Callable[[Path], Carrier]
 ) -> dict[int, RemoteExpert]:
-    """Returns the experts of a model's folder that are not `elsewhere` already, each where `carry` has started it."""
+    """Returns the experts of a model's folder that are not `elsewhere` already, each started by `carry`."""
     device, known = get_device(options["device"]), options.get("elsewhere") or {}
     carriers = {
         k: carry(folder / part.folder)
@@ -78,10 +78,10 @@ def spread_experts(
 
 
 def spread_here(folder: Path, options: Mapping[str, Any], samples: int) -> dict[int, RemoteExpert]:
-    """Returns the experts in processes of this machine, which share its cores."""
+    """Returns the experts, each in a process of this machine; they share its cores."""
     index = ModelIndex.read(folder)
     threads = max(1, min(torch.get_num_threads(), len(find_slots("cpu")) // len(index.experts)))
-    torch.set_num_threads(threads)  # also of this process, whose idle threads would take the others' cores
+    torch.set_num_threads(threads)  # in this process too, whose idle threads would take the others' cores
     own = {name: options.get(name) for name in ("device", "dtype", "conversion")}
     configs = {
         k: build(DiTConfig, read_json(folder / part.folder / CONFIG, ADVICE).get("architecture"), f"{part.folder}")
@@ -95,16 +95,16 @@ def spread_here(folder: Path, options: Mapping[str, Any], samples: int) -> dict[
 
 
 class ProcessCarrier:
-    """Takes a remote expert's requests to its process, which is started again where it is lost."""
+    """Carries a remote expert's requests to its process, which is restarted if it is lost."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments, self._lock, self._closed = arguments, threading.Lock(), False
         self._start()
-        # Before multiprocessing waits for a process that nobody has told to end.
+        # Must run before multiprocessing's own exit handler, which joins the process but does not tell it to exit.
         self._at_exit = Finalize(None, self.close, exitpriority=10)
 
     def _start(self) -> None:
-        context = get_context("forkserver")  # from a process without threads, which has torch already
+        context = get_context("forkserver")  # forks from a process without threads that has already imported torch
         context.set_forkserver_preload([__name__])
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_run, args=(there, *self._arguments), daemon=True)
@@ -130,23 +130,23 @@ class ProcessCarrier:
         return status, content
 
     def close(self) -> None:
-        """Ends the process, after what it is asked now."""
+        """Ends the process after its current request."""
         with self._lock:
             self._closed = True
             self._end()
         self._at_exit.cancel()
 
     def _end(self) -> None:
-        self._pipe.close()  # which is how the process learns of it, also if this one is killed
+        self._pipe.close()  # on EOF the process exits, also if this one is killed
         self._process.join(PATIENCE)
         self._process.kill()
         self._process.join()
 
 
 def _run(pipe: Connection, folder: Path, samples: int, options: Mapping[str, Any], threads: int) -> None:
-    """Answers until the other end of the pipe is closed."""
+    """Answers requests until the other end of the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the server's, which has images to finish
+        signal.signal(number, signal.SIG_IGN)  # the server handles them: it has images to finish
     torch.set_num_threads(threads)
     actor: ExpertActor | None = None
     while True:
@@ -157,6 +157,6 @@ def _run(pipe: Connection, folder: Path, samples: int, options: Mapping[str, Any
         try:
             actor = actor or ExpertActor(folder, samples, options)
             status, content = actor.answer(body or None)
-        except Exception as error:  # what must not happen costs this answer, not the process
+        except Exception as error:  # an unexpected error fails this request, not the process
             status, content = FAILED, (reason_of(error) or type(error).__name__).encode()
         pipe.send_bytes(status.to_bytes(2, "big") + content)

@@ -25,7 +25,7 @@ from atoll.tensors import get_device
 
 @dataclass(frozen=True)
 class Launch:
-    """What is served, and how: what the flags say. It can be sent to other processes, which open the models."""
+    """The options of `atoll serve`. They can be sent to other processes, which open the models."""
 
     models: Sequence[str]
     limits: Limits = Limits()  # noqa: RUF009
@@ -48,29 +48,29 @@ class Launch:
             raise InputError("--remote and --clusters are of one model: serve it alone")
 
     def sources(self, metrics: Metrics, cards: Cards | None = None) -> list[Source]:
-        """Returns the models with their experts elsewhere, which have told by then what they are, or `cards` have."""
+        """Returns the models' sources with their remote experts; each must answer, unless its card is in `cards`."""
         elsewhere = open_remotes(self.remote, self.remote_key, self.remote_timeout, self.options["device"], cards or {})
         options = {**self.options, "elsewhere": elsewhere}
         return [Source.parse(spec, metrics.observer, options=options, clusters=self.clusters) for spec in self.models]
 
     def source(self, name: str, cards: Cards | None = None) -> Source:
-        """Returns one of them, for a process that has only this one."""
+        """Returns one model's source, for a process that serves only this one."""
         return next(source for source in self.sources(Metrics(), cards) if source.name == name)
 
 
 def open_here(
     launch: Launch, spread: bool, threads: int, name: str, folder: Path, cards: Cards, observer: Observer
 ) -> ServedHere:
-    """Opens a model in a process that makes its images; how many may wait for it, the server knows."""
+    """Opens a model in the process that generates its images; the server enforces the queue limit."""
     torch.set_num_threads(threads)
     source = replace(launch.source(name, cards), place=str(folder), observer=observer)
     return ServedHere(source, replace(launch.limits, waiting=MOST_WAITING), spread)
 
 
 def start(launch: Launch, spread: bool = False) -> None:
-    """Opens the models and serves them; prints where. With `spread`, each expert is in a process of its own.
+    """Opens and serves the models, and prints the URL. With `spread`, each expert runs in its own process.
 
-    On a CPU, each model is in a process of its own anyway; on a GPU in this one, which then decodes there, too.
+    On a CPU, each model runs in its own process anyway; on a GPU it runs in this one, which then decodes there, too.
     """
     on_cpu = get_device(launch.options["device"]).type == "cpu"
     if spread and (not on_cpu or launch.options.get("max_resident")):
@@ -80,11 +80,11 @@ def start(launch: Launch, spread: bool = False) -> None:
         )
     access, metrics = Access(launch.keys), Metrics()
     sources = launch.sources(metrics)
-    launch = replace(launch, models=[f"{source.name}={source.place}" for source in sources])  # named once and for all
+    launch = replace(launch, models=[f"{source.name}={source.place}" for source in sources])  # final names
     warn_if_open(launch.host, launch.keys)
     if on_cpu:
         open_model = partial(open_here, launch, spread, torch.get_num_threads())
-        torch.set_num_threads(1)  # of this process, which would else take the cores of the others to decode
+        torch.set_num_threads(1)  # decoding in this process must not take cores from the others
         models = Models(sources, partial(ServedApart, limits=launch.limits, open_model=open_model))
     else:
         models = Models(sources, partial(ServedHere, limits=launch.limits))
@@ -102,20 +102,20 @@ def start(launch: Launch, spread: bool = False) -> None:
 
 
 def about(served: Served) -> str:
-    """Returns a line about a model that is served."""
+    """Returns a line that describes a served model."""
     index = served.pipe.index
     return f"{served.name}: {plural(index.num_experts, 'expert')}, {index.hash[:12]}"
 
 
 def where(url: str) -> str:
-    """Returns the line that says where to look."""
+    """Returns the line that shows the URLs."""
     return f"the studio is at {url}, the API at {url}/v1; Ctrl-C ends it"
 
 
 def open_remotes(
     specs: Sequence[str], key_file: Path | None, timeout: float, device: str, cards: Cards
 ) -> dict[int, VelocityExpert]:
-    """Returns the experts of NUMBER=URL, after each has told what it is, unless its card is among `cards`."""
+    """Returns the experts of NUMBER=URL specs; each must answer, unless its card is in `cards`."""
     key = None
     if key_file is not None:
         try:

@@ -1,4 +1,4 @@
-"""The studio: one page of three files, with a policy that lets it ask nobody but us."""
+"""The studio: one page built from three files, with a policy that allows requests only to this server."""
 
 import base64
 import hashlib
@@ -6,7 +6,7 @@ from importlib.resources import files
 
 
 def page() -> tuple[str, str]:
-    """Returns the page, and its content security policy: its own script and style, and no others."""
+    """Returns the page and its content security policy, which allows only its own script and style."""
     folder = files("atoll.serving") / "page"
     html, css, js = (folder.joinpath(f"studio.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (css, js)]
