@@ -111,6 +111,20 @@ def test_an_image_that_ends_every_process_is_refused(pipe, scheduler):
     assert isinstance(again.last()[0], Finished)
 
 
+def test_images_of_a_model_that_is_there_no_more_are_refused(served_model, pipe, tmp_path):
+    """Its folder was overwritten, and its process is lost: it can be closed nevertheless."""
+    folder = Path(shutil.copytree(served_model, tmp_path / "model"))
+    process, told = SchedulerProcess(opener(folder), Limits()), Told(1)
+    process.wait(pipe.hash)
+    process.submit([make_job(pipe, steps=1000)], told.calls())
+    eventually(lambda: process.counts() == (1, 0))
+    ModelIndex.read(folder).model_copy(update={"license": "CC-BY-4.0"}).write(folder)
+    os.kill(process.pid, signal.SIGKILL)
+    process.close()
+    (event,) = told.last()
+    assert Refusal.of(event.error).status == 503
+
+
 def test_no_room(pipe, scheduler):
     """Images beyond the places and the queue are refused; a cancelled one gives up its place at once."""
     process, told = scheduler(images=2, waiting=1), Told(3)

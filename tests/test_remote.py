@@ -1,10 +1,12 @@
 """Remote experts: the same images, an owner that refuses invalid requests, peers that fail and return."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -219,6 +221,9 @@ class Peer:
                 content = save({"u": torch.zeros(1, 2)})
             case "garbage":
                 content = b"\xff" * 64
+            case "no type of torch's":
+                header = b'{"u":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}'
+                content = len(header).to_bytes(8, "little") + header + bytes(4)
             case "drip":
                 await send({"type": "http.response.start", "status": 200, "headers": []})
                 for _ in range(40):
@@ -228,7 +233,7 @@ class Peer:
         await send({"type": "http.response.body", "body": content})
 
 
-@pytest.mark.parametrize("behaviour", ["slow", "huge", "wrong", "garbage", "drip", "broken"])
+@pytest.mark.parametrize("behaviour", ["slow", "huge", "wrong", "garbage", "no type of torch's", "drip", "broken"])
 def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
     """Its weight goes to the next most probable expert, images report it, and it returns by itself."""
     peer = Peer(served_model / "expert_0")
@@ -253,6 +258,41 @@ def test_a_peer_that_fails_and_comes_back(served_model, pipe, behaviour):
         eventually(lambda: expert.away is None, 90)
         torch.testing.assert_close(far(PROMPTS, **options).images, expected, atol=1e-4, rtol=0)
         expert.close()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx-a: b", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_the_timeout_is_for_the_whole_response(head):
+    """Also where every single read is quick: one byte at a time, of the headers or of the body."""
+    ended = threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(head)
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.05):
+                    connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        peer = Http(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 0.5)
+        try:
+            with pytest.raises(ValueError, match="took more than 0.5 seconds"):
+                peer.request("GET", "/v1/expert", None, 1 << 20)
+        finally:
+            ended.set()
+            thread.join()
+            peer.close()
+
+
+def test_texts_sent_long_ago_are_forgotten(one, pipe, monkeypatch):
+    monkeypatch.setattr(remote, "MAX_KNOWN", 5)
+    x, t = torch.randn(1, *pipe.ensemble.shape), torch.tensor([0.5])
+    for number in range(20):
+        texts = Prompts.encode(pipe.text_encoder, [f"robot {number}"], "").guidance(2.0)
+        assert one.guided_velocity(x, t, texts, TextCache(None)).shape == x.shape
+        assert len(one._known) <= 7
 
 
 def test_no_other_may_answer(served_model):

@@ -1,10 +1,12 @@
 """Experts in their own processes: the same images, processes that are lost and restarted, and a graceful shutdown."""
 
+import errno
 import os
 import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import httpx
@@ -112,6 +114,41 @@ def test_a_process_that_hangs_is_replaced(served_model, experts, monkeypatch, ca
     assert "its process did not answer within 2 seconds" in caplog.text
     eventually(lambda: experts[1].away is None)
     assert process_of(experts[1]) != hung
+
+
+def test_a_process_that_cannot_be_restarted(served_model, experts, monkeypatch):
+    """Its expert is away until one can be started again; no image fails."""
+    far, lost = AtollPipeline(served_model, elsewhere=experts), process_of(experts[1])
+    carrier = carrier_of(experts[1])
+    start = ForkServerProcess.start
+
+    def fail(process: ForkServerProcess) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(ForkServerProcess, "start", fail)
+    os.kill(lost, signal.SIGKILL)
+    eventually(lambda: not carrier._process.is_alive())
+    assert far("a robot", **OPTIONS, routing="full").images.isfinite().all()
+    assert "no process can be started" in experts[1].away
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    eventually(lambda: experts[1].away is None)
+    assert process_of(experts[1]) != lost
+
+
+def test_no_process_can_be_started(served_model, monkeypatch):
+    started = list[ForkServerProcess]()
+    start = ForkServerProcess.start
+
+    def fail_later(process: ForkServerProcess) -> None:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(process)
+        start(process)
+
+    monkeypatch.setattr(ForkServerProcess, "start", fail_later)
+    with pytest.raises(InputError, match="no process can be started .Resource temporarily unavailable.: end others"):
+        spread_here(served_model, CPU, samples=8)
+    assert not started[0].is_alive()
 
 
 def test_images_are_admitted_by_the_memory_of_all_processes(served_model, pipe, experts):

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from atoll.errors import InputError, NotFiniteError, printable, shown
@@ -33,6 +35,14 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "C64": torch.complex64,
 }  # fmt: skip
+
+
+def tensors_of(content: bytes) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors message; raises ValueError if it is none that torch can hold."""
+    try:
+        return load(content)
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:  # KeyError: a type torch lacks
+        raise ValueError("it is not safetensors") from error
 
 
 class Entry(NamedTuple):

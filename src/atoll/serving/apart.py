@@ -243,7 +243,7 @@ class SchedulerProcess:
                 return False
             self._ready.clear()
             failed = []
-            for image in list(self._owed.values()) if was_ready else ():
+            for image in list(self._owed.values()):
                 image.losses += 1
                 if image.losses >= LOSSES:
                     failed.append(self._owed.pop(image.number))

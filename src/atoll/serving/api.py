@@ -24,7 +24,7 @@ from atoll.serving.requests import Generation, schema
 from atoll.serving.scheduler import Finished, Job, Preview
 from atoll.serving.settings import Limits
 from atoll.serving.studio import page
-from atoll.storage import read_bytes
+from atoll.storage import read_bytes, reason_of
 
 KEPT, KEPT_BYTES = 256, 64 << 20  # images that can be fetched by their URL
 FILES = "/v1/images/files/"
@@ -81,8 +81,8 @@ class State:
             for source in await asyncio.to_thread(self.models.changed):
                 try:
                     new = await asyncio.to_thread(self.models.open, source)
-                except InputError as error:
-                    LOG.warning("%s stays as it was: %s", source.name, error)
+                except Exception as error:  # no room on the device, say: what is served stays
+                    LOG.warning("%s stays as it was: %s", source.name, reason_of(error) or type(error).__name__)
                     continue
                 old = self.models.swap(new)
                 LOG.info("%s is %s now, it was %s", new.name, new.pipe.index.hash[:12], old.pipe.index.hash[:12])

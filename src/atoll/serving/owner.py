@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from atoll.errors import InputError, printable
@@ -21,7 +20,7 @@ from atoll.serving.metrics import Metrics
 from atoll.serving.remote import NO_TEXT, digest_of_text
 from atoll.serving.scheduler import BusyError
 from atoll.serving.settings import Limits
-from atoll.tensors import get_device, send
+from atoll.tensors import get_device, send, tensors_of
 
 WIRE = (torch.float32, torch.float16)
 MAX_GUIDANCE = 1000.0
@@ -57,8 +56,8 @@ class Owner:
     def answer(self, body: bytes, client: str) -> bytes:
         """Returns the velocities that a request asks for."""
         try:
-            tensors = load(body)
-        except (SafetensorError, ValueError) as error:
+            tensors = tensors_of(body)
+        except ValueError as error:
             raise Refusal(400, "the request is not a safetensors file") from error
         x, t = self._take(tensors, "x", WIRE), self._take(tensors, "t", (torch.float32,))
         if x.shape[1:] != self.expert.shape or not 1 <= len(x) <= self.samples:
@@ -172,8 +171,8 @@ def make_app(owner: Owner, access: Access, limits: Limits, metrics: Metrics, nam
 def samples_in(body: bytes) -> int:
     """Returns how many samples a request has, to charge them before they are computed."""
     try:
-        return max(1, len(load(body)["x"]))
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        return max(1, len(tensors_of(body)["x"]))
+    except (KeyError, ValueError, TypeError) as error:
         raise Refusal(400, "the request is not a safetensors file with x") from error
 
 

@@ -10,16 +10,17 @@ for it meanwhile.
 
 import hashlib
 import logging
+import socket
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -30,11 +31,13 @@ from atoll.networks.dit import DiTConfig
 from atoll.sampling.expert import Guidance, TextCache, VelocityExpert
 from atoll.serving.guard import NEEDED
 from atoll.storage import parse_json, reason_of
+from atoll.tensors import tensors_of
 
 LOG = logging.getLogger("atoll.serving")
 MAX_CARD = 1 << 20  # bytes
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 PAUSES = (0.1, 1.0)  # seconds between polls of a peer that is away: initial and maximum
+MAX_KNOWN = 4096  # texts, about as many as an owner keeps
 NO_TEXT = -1
 ANOTHER = "another expert answers there now"
 
@@ -73,6 +76,7 @@ class Http:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._failure, self._client = httpx.HTTPError, httpx.Client(headers=headers, follow_redirects=False)
         self.url, self.timeout = url.rstrip("/"), timeout
+        self._sockets: WeakSet[socket.socket] = WeakSet()  # of open connections
 
     def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
         try:
@@ -81,15 +85,46 @@ class Http:
             raise OSError(reason_of(error) or type(error).__name__) from error
 
     def _request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
-        end, content = time.monotonic() + self.timeout, b""
-        with self._client.stream(method, self.url + path, content=body, timeout=self.timeout) as response:
+        content, url, trace = b"", self.url + path, {"trace": self._trace}
+        with (
+            self._deadline(),
+            self._client.stream(method, url, content=body, timeout=self.timeout, extensions=trace) as response,
+        ):
             for chunk in response.iter_raw():
                 content += chunk
                 if len(content) > largest:
                     raise ValueError("its answer is too large")
-                if time.monotonic() > end:
-                    raise ValueError(f"it took more than {self.timeout:g} seconds")
             return response.status_code, content
+
+    @contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """Cuts the connections if a response is not complete in time: httpx limits each read, not all of them."""
+        late, message = threading.Event(), f"it took more than {self.timeout:g} seconds"
+
+        def cut() -> None:
+            late.set()
+            for connection in list(self._sockets):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self.timeout, cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except self._failure as error:
+            if late.is_set():
+                raise ValueError(message) from error
+            raise
+        finally:
+            timer.cancel()
+        if late.is_set():  # a body without a length may look complete
+            raise ValueError(message)
+
+    def _trace(self, event: str, about: dict[str, Any]) -> None:
+        """Notes the socket of each new connection, as httpcore reports it."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._sockets.add(about["return_value"].get_extra_info("socket"))
 
     def close(self) -> None:
         self._client.close()
@@ -183,10 +218,10 @@ class RemoteExpert(VelocityExpert):
         body = {**about, "x": x.cpu().to(self._wire).contiguous(), "t": t.cpu().float().reshape(-1)}
         try:
             answer = self._send(body, texts)
-            u = load(answer).get("u")
+            u = tensors_of(answer).get("u")
             if u is None or u.shape != x.shape or u.dtype != self._wire:
                 raise ValueError("its answer has not the shape of the question")
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, ValueError) as error:
             reason = printable(reason_of(error) or type(error).__name__, 200)
             self._leave(reason)
             raise AwayError(f"the expert at {self.url} is away ({reason})") from error
@@ -202,6 +237,8 @@ class RemoteExpert(VelocityExpert):
                 break
         if status != 200:
             raise ValueError(f"it answers {status}: {answer[:200].decode('utf-8', 'replace')}")
+        if len(self._known) > MAX_KNOWN:
+            self._known.clear()  # sent again when next used
         self._known.update(name for name, _ in texts)
         return answer
 

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -145,8 +145,8 @@ class Scheduler:
         with self._wake:
             if self._closed:
                 raise BusyError("the model is being replaced or shut down: ask again", 1)
-            num = sum(map(len, self._waiting.values()))
-            free = self.places - len(self._running)
+            running, num = self.counts()
+            free = self.places - running
             if num + len(jobs) > self.limits.waiting + max(0, free):
                 raise BusyError.of(num, len(jobs), self.backlog())
             now = time.monotonic()
@@ -159,22 +159,26 @@ class Scheduler:
     def backlog(self) -> float:
         """Returns the estimated seconds until all running and waiting images are done."""
         with self._wake:
-            return self._pace * sum(image.left for image in chain(self._running, *self._waiting.values()))
+            return self._pace * sum(image.left for image in self._all() if not image.cancelled)
 
     def counts(self) -> tuple[int, int]:
         """Returns how many images are in flight, and how many wait."""
         with self._wake:
-            return len(self._running), sum(map(len, self._waiting.values()))
+            waiting = sum(not image.cancelled for image in chain(*self._waiting.values()))
+            return sum(not image.cancelled for image in self._running), waiting
 
     def close(self, cancel: bool = False) -> None:
         """Stops accepting images, and returns when those left are finished or cancelled."""
         with self._wake:
             self._closed = True
             if cancel:
-                for image in chain(self._running, *self._waiting.values()):
+                for image in self._all():
                     image.cancel()
             self._wake.notify()
         self._thread.join()
+
+    def _all(self) -> Iterator[InFlight]:
+        return chain(self._running, *self._waiting.values())
 
     # --- the scheduler's thread -----------------------------------------------------------------------------------
 
@@ -207,9 +211,8 @@ class Scheduler:
         """
         while True:
             for client, images in list(self._waiting.items()):
-                while images and images[0].cancelled:
-                    images.popleft()
-                if not images:
+                self._waiting[client] = deque(image for image in images if not image.cancelled)
+                if not self._waiting[client]:
                     del self._waiting[client]
             if not self._waiting:
                 return

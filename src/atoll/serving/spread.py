@@ -62,19 +62,20 @@ def spread_experts(
 ) -> dict[int, RemoteExpert]:
     """Returns the experts of a model's folder that are not `elsewhere` already, each started by `carry`."""
     device, known = get_device(options["device"]), options.get("elsewhere") or {}
-    carriers = {
-        k: carry(folder / part.folder)
-        for k, part in enumerate(ModelIndex.read(folder).experts)
-        if part is not None and k not in known
-    }
+    carriers: dict[int, Carrier] = {}
     try:
+        for k, part in enumerate(ModelIndex.read(folder).experts):
+            if part is not None and k not in known:
+                carriers[k] = carry(folder / part.folder)
         return {
             k: RemoteExpert(f"process:expert_{k}", device=device, carrier=carrier) for k, carrier in carriers.items()
         }
-    except InputError:
+    except (InputError, OSError) as error:
         for carrier in carriers.values():
             carrier.close()
-        raise
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{error}: end others, and try again") from error
 
 
 def spread_here(folder: Path, options: Mapping[str, Any], samples: int) -> dict[int, RemoteExpert]:
@@ -106,10 +107,16 @@ class ProcessCarrier:
     def _start(self) -> None:
         context = get_context("forkserver")  # forks from a process without threads that has already imported torch
         context.set_forkserver_preload([__name__])
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=_run, args=(there, *self._arguments), daemon=True)
-        self._process.start()
-        there.close()
+        pipe, there = context.Pipe()
+        process = context.Process(target=_run, args=(there, *self._arguments), daemon=True)
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            pipe.close()
+            raise OSError(f"no process can be started ({reason_of(error) or 'the fork failed'})") from error
+        finally:
+            there.close()
+        self._pipe, self._process = pipe, process
 
     def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
         with self._lock:
