@@ -383,7 +383,8 @@ def test_the_command_names_the_next_one(registry, tmp_path, capsys):
     told = capsys.readouterr().out
     assert f"{tmp_path}/cifar-10.tar: 9 images: photographs" in told
     command = told.partition("next: ")[2].strip()
-    assert command.endswith("--size 32 --near-duplicates keep --license 'none stated' --out data")
+    flags = "--recipe photos --size 32 --codec pca:4x12:lapped --near-duplicates keep"
+    assert command == f"atoll prepare {tmp_path}/cifar-10.tar {flags} --license 'none stated' --out data"
     main(["prepare", str(tmp_path / "cifar-10.tar"), "--license", "none stated", "--workers", "0",
           "--out", str(tmp_path / "data")])  # fmt: skip
     assert json.loads((tmp_path / "data" / "dataset.json").read_text())["counts"]["rows"] == 9

