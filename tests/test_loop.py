@@ -16,9 +16,11 @@ from atoll.errors import InputError
 from atoll.networks.dit import DiT, DiTConfig
 from atoll.tensors import TensorFile
 from atoll.training import checkpoint
+from atoll.training.checkpoint import Progress
 from atoll.training.loop import train
 from atoll.training.metrics_log import MetricsLog, read_metrics
 from atoll.training.settings import Settings
+from atoll.training.tally import Tally
 from atoll.training.task import Batch, Task, mixed_seed, rows_of_step, seeded
 
 TOY = Settings(steps=12, batch=8, log_every=4, save_every=4, eval_every=6, sample_every=0, lr=1e-3)
@@ -507,3 +509,15 @@ def test_the_loop_leaves_the_random_numbers_alone(tmp_path):
     torch.manual_seed(5)
     run(tmp_path / "a")
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(("good", "bad", "after"), [(3, 6, 0), (3, 6, 2), (0, 7, 4)])
+def test_where_the_longest_run_of_bad_steps_was(good, bad, after):
+    """On a GPU many steps are looked at together, and good ones may follow the bad ones."""
+    progress = Progress(first_loss=1.0)
+    tally = Tally(progress, torch.device("cpu"))
+    for loss in [1.0] * good + [math.nan] * bad + [1.0] * after:
+        tally.count(torch.tensor([loss, 1.0]))
+    assert tally.look(progress) == (bad, after)
+    assert progress.skipped == bad
+    assert progress.updates == good + after

