@@ -10,14 +10,38 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple
 
 
 class StopSignal(NamedTuple):
     signal: signal.Signals
     time: float  # by time.monotonic()
+
+
+def start_with_pipe(
+    target: Callable[..., None], *arguments: Any, **options: Any
+) -> tuple[Connection, ForkServerProcess]:
+    """Starts target(pipe, *arguments) in a process, and returns the other end of the pipe and the process.
+
+    It is forked from a process without threads that has already imported the target's module. Raises OSError.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([target.__module__])
+    pipe, there = context.Pipe()
+    process = context.Process(target=target, args=(there, *arguments), **options)
+    try:
+        process.start()
+    except (OSError, EOFError) as error:  # EOFError: the server could not fork
+        pipe.close()
+        reason = getattr(error, "strerror", None) or "the fork failed"
+        raise OSError(f"no process can be started ({reason})") from error
+    finally:
+        there.close()
+    return pipe, process
 
 
 @contextmanager

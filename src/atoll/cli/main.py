@@ -51,14 +51,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with plain_warnings():
             if given[:1] == ["federation"]:
-                return run_federation(given[1:])
-            tyro.extras.subcommand_cli_from_dict(
-                verbs_for(given, _verbs(given)),
-                prog="atoll",
-                description=DESCRIPTION,
-                args=given,
-                sort_subcommands=False,
-            )
+                run_federation(given[1:])
+            else:
+                tyro.extras.subcommand_cli_from_dict(
+                    verbs_for(given, _verbs(given)),
+                    prog="atoll",
+                    description=DESCRIPTION,
+                    args=given,
+                    sort_subcommands=False,
+                )
             _end_process_group()
     except InputError as error:
         print(printable(f"atoll: {error}"), file=sys.stderr)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
@@ -24,11 +23,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from atoll.errors import InputError
+from atoll.processes import start_with_pipe
 from atoll.sampling.pipeline import AtollPipeline, ImageTrace
 from atoll.serving.guard import LOG, Refusal, Refused, set_up_log, share_interpreter
 from atoll.serving.scheduler import BusyError, Event, Failed, Finished, InFlight, Job, Observer, Preview, Scheduler
 from atoll.serving.settings import Limits
-from atoll.storage import reason_of
 
 LOSSES = 3  # an image in flight at this many losses of the process is refused: it may be their cause
 PATIENCE = 30.0  # seconds that the process gets to exit once its images are cancelled
@@ -96,8 +95,8 @@ class SchedulerProcess:
         self._next, self._backlog, self._fault, self._pause = 0, 0.0, "", PAUSES[0]
         try:
             self._pipe, self._process = self._start()
-        except (OSError, EOFError) as error:
-            raise InputError(f"no process can be started ({reason_of(error)}): end others, and try again") from error
+        except OSError as error:
+            raise InputError(f"{error}: end others, and try again") from error
         # Must run before multiprocessing's own exit handler, which joins the process but does not tell it to exit.
         self._at_exit = Finalize(None, self.close, kwargs={"cancel": True}, exitpriority=10)
         self._reader = threading.Thread(target=self._read, name="atoll-events", daemon=True)
@@ -167,13 +166,7 @@ class SchedulerProcess:
             self._send("close", None)
 
     def _start(self) -> tuple[Connection, ForkServerProcess]:
-        context = get_context("forkserver")  # forks from a process without threads that has already imported torch
-        context.set_forkserver_preload([__name__])
-        pipe, there = context.Pipe()
-        process = context.Process(target=_run, args=(there, self._open), name="atoll-scheduler")
-        process.start()
-        there.close()
-        return pipe, process
+        return start_with_pipe(_run, self._open, name="atoll-scheduler")
 
     def _send(self, *message: object) -> None:
         with suppress(OSError):  # the process is lost: the reader thread will notice
@@ -256,8 +249,8 @@ class SchedulerProcess:
             self._fault = ""
             try:
                 pipe, process = self._start()
-            except (OSError, EOFError) as error:
-                self._wait(reason_of(error))
+            except OSError as error:
+                self._wait(str(error))
                 continue
             with self._lock:
                 self._pipe, self._process = pipe, process

@@ -209,11 +209,10 @@ class Scheduler:
         If none is free, a client with at least two more than another gives one up: that image pauses, and resumes
         when its turn comes.
         """
+        for client, images in list(self._waiting.items()):
+            self._waiting[client] = deque(image for image in images if not image.cancelled)
         while True:
-            for client, images in list(self._waiting.items()):
-                self._waiting[client] = deque(image for image in images if not image.cancelled)
-                if not self._waiting[client]:
-                    del self._waiting[client]
+            self._waiting = {client: images for client, images in self._waiting.items() if images}
             if not self._waiting:
                 return
             held = Counter(image.job.client for image in self._running)

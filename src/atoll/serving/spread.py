@@ -9,7 +9,6 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -22,6 +21,7 @@ from atoll.config import build
 from atoll.engines.local import find_slots
 from atoll.errors import InputError
 from atoll.networks.dit import DiTConfig
+from atoll.processes import start_with_pipe
 from atoll.sampling.expert import FolderExpert
 from atoll.sampling.pipeline import get_dtype
 from atoll.serving.guard import Refusal
@@ -105,18 +105,7 @@ class ProcessCarrier:
         self._at_exit = Finalize(None, self.close, exitpriority=10)
 
     def _start(self) -> None:
-        context = get_context("forkserver")  # forks from a process without threads that has already imported torch
-        context.set_forkserver_preload([__name__])
-        pipe, there = context.Pipe()
-        process = context.Process(target=_run, args=(there, *self._arguments), daemon=True)
-        try:
-            process.start()
-        except (OSError, EOFError) as error:
-            pipe.close()
-            raise OSError(f"no process can be started ({reason_of(error) or 'the fork failed'})") from error
-        finally:
-            there.close()
-        self._pipe, self._process = pipe, process
+        self._pipe, self._process = start_with_pipe(_run, *self._arguments, daemon=True)
 
     def request(self, method: str, path: str, body: bytes | None, largest: int) -> tuple[int, bytes]:
         with self._lock:
